@@ -37,9 +37,7 @@ from transfer_backends.prefill.manager import PrefillManager
 
 Manager = PrefillManager | DecodeManager
 SENDS, RECEIVES = "sends", "receives"
-MOVE_TIMEOUT_S = (
-    30.0  # for another decode worker to give pages: until then the request holds memory here and its client waits
-)
+MOVE_TIMEOUT_S = 30.0  # for another decode worker to give pages: the request holds memory here, its client waits
 NO_PROMPTS = Bounds(vocab_size=0, context_length=0)  # of decode workers to compute again
 
 
@@ -148,10 +146,6 @@ def no_lookup(bootstrap: str, room: int, any_but: Sequence[str] | None) -> Route
     raise LookupFailed("the request names the worker", permanent=True)
 
 
-def _start(name: str, manager: Manager) -> None:
-    manager.start()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferWire:
     """Time, machine and threads of managers. `wakeup`: called when a queue may move.
@@ -163,7 +157,7 @@ class TransferWire:
     wakeup: Callable[[], None]
     clock: Clock = time.monotonic
     environment: Callable[[str], Environment] = lambda name: THIS_MACHINE
-    start: Callable[[str, Manager], None] = _start
+    start: Callable[[str, Manager], None] = lambda name, manager: manager.start()
     watched: Callable[[DecodeManager], Receivers] = lambda manager: manager
 
 

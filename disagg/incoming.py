@@ -8,9 +8,10 @@ failures.
 """
 
 import hashlib
+import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, Protocol, TypeVar
@@ -133,12 +134,12 @@ class Incoming(Generic[Transfer]):
         self._rows = rows
         self._target = target
         self._late = late
-        self._transfers: dict[str, Transfer] = {}
-        self._quarantined: list[Transfer] = []
+        self.transfers: dict[str, Transfer] = {}
+        self.quarantined: list[Transfer] = []
 
     def begin(self, transfer: Transfer) -> None:
-        assert transfer.key not in self._transfers
-        self._transfers[transfer.key] = transfer
+        assert transfer.key not in self.transfers
+        self.transfers[transfer.key] = transfer
 
     def reserve(self, transfer: Transfer, take_memory: Callable[[], bool]) -> bool:
         """Take a metadata row and memory; False: unavailable now."""
@@ -166,7 +167,7 @@ class Incoming(Generic[Transfer]):
         self._fail(transfer, TransferFailure.ABORTED, reason)
 
     def end_all(self, why: str) -> None:
-        for transfer in list(self._transfers.values()):
+        for transfer in list(self.transfers.values()):
             self.cancel(transfer, why)
 
     def poll(self, now_s: float) -> None:
@@ -174,7 +175,7 @@ class Incoming(Generic[Transfer]):
         self.now_s = now_s
         self.end_quarantine()
         ready: list[Transfer] = []
-        for transfer in list(self._transfers.values()):
+        for transfer in list(self.transfers.values()):
             state, receives = transfer.receiver.poll(), transfer.stage is TransferStage.RECEIVING
             transfer.reached = transfer.reached or state is KVPoll.WaitingForInput
             if state is KVPoll.Failed:
@@ -192,8 +193,8 @@ class Incoming(Generic[Transfer]):
                 self._expire(transfer)
 
     def end_quarantine(self) -> None:
-        for transfer in [t for t in self._quarantined if t.receiver.drained()]:
-            self._quarantined.remove(transfer)
+        for transfer in [t for t in self.quarantined if t.receiver.drained()]:
+            self.quarantined.remove(transfer)
             self._target.free_detached(transfer.detached)
             self._close(transfer)
 
@@ -213,7 +214,7 @@ class Incoming(Generic[Transfer]):
         if why := self._target.landed(transfer, first):
             return self._fail(transfer, TransferFailure.REFUSED, why)
         transfer.move(TransferStage.LANDED)
-        del self._transfers[transfer.key]
+        del self.transfers[transfer.key]
         self._close(transfer)
 
     def _read(self, transfer: Transfer) -> FirstToken | None:
@@ -238,13 +239,13 @@ class Incoming(Generic[Transfer]):
         """Memory is free at once, or after the peer's last write."""
         transfer.move(TransferStage.FAILED)
         transfer.receiver.abort(reason)
-        del self._transfers[transfer.key]
+        del self.transfers[transfer.key]
         if transfer.receiver.drained():
             self._close(transfer)
         else:
             transfer.detached = self._target.detach(transfer)
             transfer.move(TransferStage.QUARANTINED)
-            self._quarantined.append(transfer)
+            self.quarantined.append(transfer)
         self._target.failed(transfer, failure, reason)
 
     def _close(self, transfer: Transfer) -> None:
@@ -256,35 +257,25 @@ class Incoming(Generic[Transfer]):
     # ---- reports
 
     @property
-    def transfers(self) -> Mapping[str, Transfer]:
-        return self._transfers
-
-    @property
-    def quarantined(self) -> Sequence[Transfer]:
-        return self._quarantined
-
-    @property
     def num_rows(self) -> int:
-        return sum(t.metadata_row is not None for t in (*self._transfers.values(), *self._quarantined))
+        return sum(t.metadata_row is not None for t in (*self.transfers.values(), *self.quarantined))
 
     def count(self) -> Counter[TransferStage]:
-        return Counter(transfer.stage for transfer in self._transfers.values())
+        return Counter(transfer.stage for transfer in self.transfers.values())
 
     def check(self) -> None:
-        for transfer in self._transfers.values():
+        for transfer in self.transfers.values():
             assert transfer.stage.may_become(TransferStage.FAILED), f"{transfer.key} has ended: {transfer.stage}"
             has_row, row = transfer.stage is not TransferStage.WAITING, transfer.metadata_row
             assert has_row is (row is not None), f"{transfer.key}: {transfer.stage} with row {row}"
-        assert all(t.stage is TransferStage.QUARANTINED for t in self._quarantined)
+        assert all(t.stage is TransferStage.QUARANTINED for t in self.quarantined)
 
 
 def rooms_of(incarnation: str) -> Iterator[int]:
     """Numbers 1..2**63 - 1, unique to this incarnation."""
-    number = 0
-    while True:
+    for number in itertools.count():
         digest = hashlib.sha256(f"{incarnation}/{number}".encode()).digest()
         yield int.from_bytes(digest[:8], "little") >> 1 | 1
-        number += 1
 
 
 # ---- transfers into the memory of requests

@@ -17,46 +17,28 @@ MAX_ASKED = MAX_REQUESTED_TOKEN_IDS
 MAX_DURATION_S = 1e6
 MASK = (1 << 64) - 1
 
-_HEAD = (
-    "first_token",
-    "bad",
-    "cached_tokens",
-    "has_logprob",
-    "top_num",
-    "requested_num",
-    "logprob",
-    "queue_s",
-    "prefill_s",
-    "has_kv_checksum",
-    "kv_checksum",
-    "weights",
-)
-_HEAD_FORMATS = ("<i8", "<i8", "<i8", "<i8", "<i8", "<i8", "<f8", "<f8", "<f8", "<i8", "<i8", "<u8")
-_TOP_AT = 128
-_ASKED_AT = _TOP_AT + 16 * MAX_TOP  # two arrays of 8-byte numbers come before
-_ROOM_AT = _ASKED_AT + 16 * MAX_ASKED
-
 ROW = np.dtype(
-    {
-        "names": [*_HEAD, "top_values", "top_ids", "requested_values", "requested_ids", "room"],
-        "formats": [
-            *_HEAD_FORMATS,
-            ("<f8", MAX_TOP),
-            ("<i8", MAX_TOP),
-            ("<f8", MAX_ASKED),
-            ("<i8", MAX_ASKED),
-            "<u8",
-        ],
-        "offsets": [
-            *range(0, 8 * len(_HEAD), 8),
-            _TOP_AT,
-            _TOP_AT + 8 * MAX_TOP,
-            _ASKED_AT,
-            _ASKED_AT + 8 * MAX_ASKED,
-            _ROOM_AT,
-        ],
-        "itemsize": _ROOM_AT + 64,
-    }
+    [
+        ("first_token", "<i8"),
+        ("bad", "<i8"),
+        ("cached_tokens", "<i8"),
+        ("has_logprob", "<i8"),
+        ("top_num", "<i8"),
+        ("requested_num", "<i8"),
+        ("logprob", "<f8"),
+        ("queue_s", "<f8"),
+        ("prefill_s", "<f8"),
+        ("has_kv_checksum", "<i8"),
+        ("kv_checksum", "<i8"),
+        ("weights", "<u8"),
+        ("unused", "V32"),
+        ("top_values", "<f8", MAX_TOP),
+        ("top_ids", "<i8", MAX_TOP),
+        ("requested_values", "<f8", MAX_ASKED),
+        ("requested_ids", "<i8", MAX_ASKED),
+        ("room", "<u8"),
+        ("padding", "V56"),
+    ]
 )
 
 

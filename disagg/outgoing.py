@@ -119,16 +119,13 @@ class TransferGauges:
 
     def __init__(self) -> None:
         self._recent: deque[tuple[int, float]] = deque(maxlen=KEPT)
-        self._bootstraps: deque[float] = deque(maxlen=KEPT)
-
-    def bootstrapped(self, taken_s: float) -> None:
-        self._bootstraps.append(taken_s)
+        self.bootstraps_s: deque[float] = deque(maxlen=KEPT)
 
     def landed(self, *, size_bytes: int, taken_s: float) -> None:
         self._recent.append((size_bytes, max(taken_s, 1e-9)))
 
     def values(self) -> dict[str, float]:
-        waits = self._bootstraps
+        waits = self.bootstraps_s
         bootstrap = {"kv_transfer_bootstrap_ms": sum(waits) / len(waits) * 1e3} if waits else {}
         if not self._recent:
             return bootstrap
@@ -287,20 +284,16 @@ class Outgoing:
     may_begin: Callable[[PrefillHandover], bool] = lambda handover: True
 
     def __post_init__(self) -> None:
-        self._handovers: dict[str, PrefillHandover] = {}
+        self.handovers: dict[str, PrefillHandover] = {}
         self.counters = {"bootstrap_failed": 0, "transfer_failed": 0}
 
-    @property
-    def handovers(self) -> Mapping[str, PrefillHandover]:
-        return self._handovers
-
     def open(self, handover: PrefillHandover) -> None:
-        assert handover.request.rid not in self._handovers
-        self._handovers[handover.request.rid] = handover
+        assert handover.request.rid not in self.handovers
+        self.handovers[handover.request.rid] = handover
 
     def poll(self, now_s: float) -> list[TokenOutput]:
         outputs: list[TokenOutput] = []
-        for handover in list(self._handovers.values()):
+        for handover in list(self.handovers.values()):
             outputs += handover.for_client(self._move(handover, now_s))
         self.pages.send_computed(now_s)
         return outputs
@@ -313,7 +306,7 @@ class Outgoing:
         return handover.for_client(self._end(handover, reason))
 
     def end_all(self, why: str) -> None:
-        for handover in list(self._handovers.values()):
+        for handover in list(self.handovers.values()):
             self.abort(handover, FinishReason(kind="abort", message=why))
 
     def refuse(self, handover: PrefillHandover, reason: str) -> None:
@@ -347,12 +340,11 @@ class Outgoing:
             sender.abort(f"decode gave {sender.num_pages} pages, the prompt needs {need}{besides}")
             return self._fail(handover)
         if handover.for_prompt:
-            self.pages.gauges.bootstrapped(now_s - request.arrived_s)
+            self.pages.gauges.bootstraps_s.append(now_s - request.arrived_s)
         handover.stage = HandoverStage.COMPUTING
         outputs = self.begin(handover, now_s)
         if outputs:  # the queue filled up meanwhile
-            sender.abort(outputs[0].finish.message if outputs[0].finish else "refused")
-            handover.stage = HandoverStage.ENDING
+            self.refuse(handover, outputs[0].finish.message if outputs[0].finish else "refused")
         return outputs
 
     def _fail(self, handover: PrefillHandover) -> list[TokenOutput]:
@@ -390,16 +382,16 @@ class Outgoing:
         if handover.request.finish is not None and handover.request in self.scheduler.held:
             self.scheduler.held.release(handover.request)
         handover.sender.close()
-        del self._handovers[handover.request.rid]
+        del self.handovers[handover.request.rid]
 
     # ---- reports
 
     def count(self) -> Counter[HandoverStage]:
-        return Counter(handover.stage for handover in self._handovers.values())
+        return Counter(handover.stage for handover in self.handovers.values())
 
     @property
     def num_rows(self) -> int:
-        return sum(h.metadata_row is not None for h in self._handovers.values())
+        return sum(h.metadata_row is not None for h in self.handovers.values())
 
 
 class PromptHandovers(Outgoing):

@@ -38,9 +38,8 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
     kv_checksum: Name = "off"
     kv_units: Count = 1
     layer_bytes: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_LAYERS)] = ()
-    pools: Annotated[
-        tuple[tuple[Name, Count], ...], msgspec.Meta(max_length=MAX_POOLS)
-    ] = ()  # (kind, bytes of an item)
+    # (kind, bytes of an item)
+    pools: Annotated[tuple[tuple[Name, Count], ...], msgspec.Meta(max_length=MAX_POOLS)] = ()
 
 
 class NamedLayout(Layout, frozen=True, array_like=False):

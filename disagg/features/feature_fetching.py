@@ -139,7 +139,7 @@ class FeatureFetches(PeerPart):
         """Pages, a row and pixels go to encoders, or later if none is free."""
         for fetch in ready:
             if self.incoming.now_s < fetch.deadline_s and self.incoming.reserve(fetch, partial(self._allocate, fetch)):
-                alone = _alone(fetch.image)
+                alone = msgspec.structs.replace(fetch.image, start=0)
                 work = Work(tokens=[0] * alone.num_tokens, images=packed((alone,)))
                 self.incoming.provide(fetch, fetch.pages, work=work)
 
@@ -229,7 +229,3 @@ class FeatureFetches(PeerPart):
 
     def close(self) -> None:
         self.manager.close()
-
-
-def _alone(image: ImageInput) -> ImageInput:
-    return msgspec.structs.replace(image, start=0)

@@ -64,7 +64,9 @@ def started_group(spec: SchedulerSpec, model: ModelConfig) -> Iterator[Group | N
         start = _Start(spec, config, model.vision is not None, region, children, joint=joint, met=met, store=store)
         yield start.group(undo)
         if met is not None:
-            _send_bye(met)
+            for control in met.controls.values():
+                with suppress(ChannelClosed, ChannelFull):
+                    control.send(NodeBye())
 
 
 @dataclass
@@ -187,12 +189,6 @@ def _late_hosts(followers: Followers, config: EngineConfig, joint: Joint | None)
     if silent:
         return [joint.dp_rank * size + rank for rank in silent]
     return [rank * size for rank in ranks_without_row(joint.region)] or list(range(joint.region.plan.ranks))
-
-
-def _send_bye(met: Met) -> None:
-    for control in met.controls.values():
-        with suppress(ChannelClosed, ChannelFull):
-            control.send(NodeBye())
 
 
 def _end_worker(text: str, refused: bool) -> None:

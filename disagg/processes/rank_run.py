@@ -26,10 +26,7 @@ def run(spec: RankSpec, channel: Channel[ToFollower]) -> None:
     with no_collections():
         import torch
 
-    with (
-        _stamping(spec),
-        torch.inference_mode(),
-    ):  # as in the leader's stream: no gradients in this thread
+    with _stamping(spec), torch.inference_mode():  # as in the leader's stream: no gradients in this thread
         _run(spec, channel)
 
 

@@ -312,9 +312,8 @@ def _server(meeting: _Meeting) -> socket.socket:
         try:
             return _listening(*address_of(engine))
         except OSError as error:
-            if (
-                isinstance(error, socket.gaierror) and meeting.left_s
-            ):  # DNS learns a new pod's name some time after its start
+            if isinstance(error, socket.gaierror) and meeting.left_s:
+                # DNS learns a new pod's name some time after its start.
                 time.sleep(min(RETRY_S, meeting.left_s))
                 continue
             raise ConfigError(

@@ -99,9 +99,8 @@ def start_frontend(session: RoleSession, row: int, port: ListeningPort) -> None:
         ipc_dir=session.ipc.dir,
         control_host=plan.control_host,
     )
-    file.write_bytes(
-        msgspec.json.encode(spec)
-    )  # the directory is private; a command line is not, and keys may be in it
+    # The directory is private; a command line is not, and keys may be in it.
+    file.write_bytes(msgspec.json.encode(spec))
     session.children.start(
         f"frontend {row}",
         "disagg.processes.frontend_process",

@@ -110,14 +110,11 @@ class HandoffRequests:
 
     def start_decoding(self, request: Request, first: ItemResult, *, cached_tokens: int) -> list[TokenOutput]:
         """Run an adopted request after its KV landed."""
-        self._start(request, cached_tokens=cached_tokens)
+        self.go_on_decoding(request, cached_tokens=cached_tokens)
         return [self._results.commit_sample(request, first)]
 
     def go_on_decoding(self, request: Request, *, cached_tokens: int) -> None:
         """Run an adopted request moved from another decode worker."""
-        self._start(request, cached_tokens=cached_tokens)
-
-    def _start(self, request: Request, *, cached_tokens: int) -> None:
         request.unsent.hidden_launched = request.handed_tokens
         self._run(request, num_landed=request.handed_tokens)
         request.stats.cached_tokens, request.admitted = cached_tokens, True

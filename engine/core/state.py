@@ -205,9 +205,7 @@ class MicroBatches:
         self._in_flight = 0  # plans with decodes
 
     def ready(self, running: Iterable[Request]) -> list[Request]:
-        if self._num == 1:
-            return [r for r in running if r.samples_left > 0]
-        return [r for r in running if r.pending == 0 and r.samples_left > 0]
+        return [r for r in running if r.samples_left > 0 and (self._num == 1 or r.pending == 0)]
 
     def share(self, num_ready: int, *, num_running: int) -> int:
         """Number of decodes for the next plan: at most an even part, so groups even out."""

@@ -48,7 +48,7 @@ def connected(
             spec, leaders=leaders, gate=gate, dead=lambda: dead() or leaders.lost or slot.others.lost, slot=slot
         )
         for rank, (_, pull) in enumerate(sockets):
-            pull.attach(loop, slot.others.informed(services.client.of_rank(rank), rank))
+            pull.attach(loop, slot.others.informed(partial(services.client.on_message, rank=rank), rank))
         yield services
 
 

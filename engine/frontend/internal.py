@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +52,7 @@ async def forwarding_to(path: Path) -> AsyncIterator[Handler]:
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.UnixConnector(path=str(path), limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as session:
-
-        async def forward(request: HttpRequest) -> Response:
-            return await _forward(session, request)
-
-        async def handle(request: HttpRequest) -> Response:
-            return await answer_of(forward, request)
-
-        yield handle
+        yield partial(answer_of, partial(_forward, session))
 
 
 async def _forward(session: aiohttp.ClientSession, request: HttpRequest) -> Response:
@@ -111,10 +105,7 @@ def make_internal_handle(s: Services) -> Handler:
         shown = answer(None if body_type is None else decode_body(await request.read(), body_type))
         return Response(content=shown) if isinstance(shown, bytes) else json_response(shown)
 
-    async def handle(request: HttpRequest) -> Response:
-        return await answer_of(call, request)
-
-    return handle
+    return partial(answer_of, call)
 
 
 def _rest(s: Services, question: RetainedQuestion) -> RetainedRest:

@@ -146,7 +146,7 @@ def _files(config: EngineConfig, memory: TierMemory, identity: KVIdentity, ranks
     )
     own = DirectoryStore(folders.of(0 if ranks is None else ranks.leader), page_of=memory.page)
     store: PageStore = own if ranks is None else RanksStore(own, ranks.followers, folders=folders)
-    return Backend(index, store, Breaker(), folders.path.absolute().as_uri(), str(folders.path))
+    return Backend(index, store, Breaker(), folders.worker.path.absolute().as_uri(), str(folders.worker.path))
 
 
 def _mooncake(config: EngineConfig, memory: TierMemory, identity: KVIdentity, ranks: RankFiles | None) -> Backend:
@@ -202,6 +202,6 @@ def open_index(folders: RankDirectories, *, file_bytes: int, max_gb: float, stat
     if undeleted := folders.delete(index.excess):
         raise ConfigError(
             f"--hicache-storage-dir: {len(undeleted)} files beyond --hicache-storage-size-gb cannot be deleted "
-            f"in {folders.path}; delete them or raise the limit"
+            f"in {folders.worker.path}; delete them or raise the limit"
         )
     return index

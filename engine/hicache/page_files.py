@@ -5,9 +5,9 @@ import fcntl
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -153,9 +153,9 @@ class PageDirectory:
         temporary = self.path / f"{key.hex()}.tmp"
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-            with _opened(temporary, flags) as fd:
-                _write_all(fd, encode_header(identity, key, page))
-                _write_all(fd, page)
+            with _opened(temporary, "wb", flags) as file:
+                file.write(encode_header(identity, key, page))
+                file.write(page)
             os.replace(temporary, self._path(key))
         except BaseException:
             with contextlib.suppress(OSError):
@@ -165,16 +165,16 @@ class PageDirectory:
     def read(self, key: bytes, page: memoryview, identity: KVIdentity) -> None:
         """Fill `page`. Raises FileNotFoundError, BadPage, OSError with undefined contents."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe must not block
-        with _opened(self._path(key), flags) as fd:
-            status = os.fstat(fd)
+        with _opened(self._path(key), "rb", flags) as file:
+            status = os.fstat(file.fileno())
             expected = file_bytes(identity, key)
             if not stat.S_ISREG(status.st_mode) or status.st_size != expected:
                 raise BadPage(f"{status.st_size} bytes, expected {expected}")
-            raw = bytearray(HEADER_BYTES)
-            if _read_all(fd, memoryview(raw)) + _read_all(fd, page) != status.st_size:
+            raw = file.read(HEADER_BYTES)
+            if len(raw) + file.readinto(page) != status.st_size:
                 raise BadPage("it ends early")
-            check_page(bytes(raw), page, identity=identity, key=key)
-            os.utime(fd)  # LRU order, for the next process too
+            check_page(raw, page, identity=identity, key=key)
+            os.utime(file.fileno())  # LRU order, for the next process too
 
     def delete(self, keys: tuple[bytes, ...]) -> Files:
         left = []
@@ -199,26 +199,8 @@ class PageDirectory:
         return self.path / f"{key.hex()}.kv"
 
 
-@contextlib.contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
-    fd = os.open(path, flags, 0o600)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def _write_all(fd: int, data: bytes | memoryview) -> None:
-    view = memoryview(data)
-    while len(view):
-        view = view[os.write(fd, view) :]
-
-
-def _read_all(fd: int, into: memoryview) -> int:
-    done = 0
-    while done < len(into) and (n := os.readv(fd, [into[done:]])):
-        done += n
-    return done
+def _opened(path: Path, mode: str, flags: int) -> Any:
+    return open(path, mode, opener=lambda name, _: os.open(name, flags, 0o600))
 
 
 # ---- Transfers between host memory and page files; over ranks: rank_files.py.

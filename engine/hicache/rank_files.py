@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -52,19 +51,15 @@ class RankDirectories:
     """
 
     def __init__(self, worker: PageDirectory, *, num_ranks: int) -> None:
-        self._worker = worker
+        self.worker = worker
         self.ranks = [worker] if num_ranks == 1 else [worker.of_rank(rank) for rank in range(num_ranks)]
-
-    @property
-    def path(self) -> Path:
-        return self._worker.path
 
     def of(self, rank: int) -> PageDirectory:
         return self.ranks[rank if len(self.ranks) > 1 else 0]
 
     def scan(self) -> list[tuple[bytes, int]]:
         """Scan complete pages; delete others, and those of other rank counts."""
-        for folder in self._worker.all_of_it():
+        for folder in self.worker.all_of_it():
             if folder.path not in [rank.path for rank in self.ranks]:
                 folder.delete(tuple(key for key, _ in folder.scan()))
         first, *others = [folder.scan() for folder in self.ranks]
@@ -81,9 +76,6 @@ class RankDirectories:
             for key, size in folder.delete(keys):
                 left[key] = left.get(key, 0) + size
         return tuple(left.items())
-
-    def close(self) -> None:
-        self._worker.close()
 
 
 class OtherRanks(Protocol):
@@ -137,7 +129,7 @@ class RanksStore:
     def close(self) -> None:
         self._own.close()
         if self._folders is not None:
-            self._folders.close()
+            self._folders.worker.close()
 
 
 @contextlib.contextmanager

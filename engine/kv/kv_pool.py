@@ -135,7 +135,8 @@ class KVPool:
         offsets = layer_offsets(self._parts, page_size)
         self._show(list(zip(self._parts, offsets, strict=True))[: len(self.specs)])
         self._runs = like_layers(self._parts, page_size)
-        self._token_rows = [self._rows_of(run) for run in self._runs]
+        layout = {"num_pages": 1 + num_pages, "page_size": page_size, "units": units, "page_bytes": self.page_bytes}
+        self._token_rows = [token_rows(self.buffer, run, **layout) for run in self._runs]
         self.drafter = self._drafter(specs, offsets) if len(self.specs) < len(specs) else None
 
     def _show(self, layers: Sequence[tuple[CacheSpec, int]]) -> None:
@@ -237,16 +238,6 @@ class KVPool:
         """
         for rows in self._token_rows:
             rows[to_pages, :, :, to_offsets] = rows[from_pages, :, :, from_offsets]
-
-    def _rows_of(self, run: LikeLayers) -> torch.Tensor:
-        return token_rows(
-            self.buffer,
-            run,
-            num_pages=1 + self.num_pages,
-            page_size=self.page_size,
-            units=self.units,
-            page_bytes=self.page_bytes,
-        )
 
     def read(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of `pages`, [n * page_size, kv_heads, head_dim]."""

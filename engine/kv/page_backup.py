@@ -36,11 +36,9 @@ class _Copies:
         for key in plan.drops:
             self._free += reversed(self._copies.pop(key))
         back = [copy for load in loads for copy in self._load(*load)]
-        if back:
-            self._host.copy(plan.seq, out=[], back=back)
+        self._host.copy(plan.seq, out=[], back=back)
         out = [copy for save in saves for copy in self._save(*save)]
-        if out:
-            self._host.copy(plan.seq, out=out, back=[])
+        self._host.copy(plan.seq, out=out, back=[])
 
     def _save(self, key: int, pages: Sequence[int]) -> list[PageCopy]:
         assert len(pages) <= len(self._free), "more copies than the host has room for"

@@ -29,12 +29,12 @@ MUL_2 = 0x94D049BB133111EB
 
 
 def signed(x: int) -> int:
-    """SplitMix64's finalizer on tensors (Steele, Lea, Flood 2014)."""
+    """The same 64 bits as a signed number."""
     return x - (1 << 64) if x >> 63 else x
 
 
 def mix(x: Tensor) -> Tensor:
-    """Mix int64 in place, a bijection."""
+    """SplitMix64's finalizer in place, a bijection of int64 (Steele, Lea, Flood 2014)."""
     x.bitwise_xor_(shift(x, 30)).mul_(signed(MUL_1))
     x.bitwise_xor_(shift(x, 27)).mul_(signed(MUL_2))
     return x.bitwise_xor_(shift(x, 31))

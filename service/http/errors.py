@@ -66,9 +66,8 @@ B = TypeVar("B", bound=Body)
 DRAINING = "draining"  # error code, and `status` on /health
 MODEL_ERROR = "model_error"  # error code: the model gave no token for this request
 INTERNAL_ERROR = "internal_error"  # error code: this request met a bug
-REQUEST_ERRORS = frozenset(
-    (MODEL_ERROR, INTERNAL_ERROR)
-)  # of a 500 that the request may have caused, as others are served
+# Of a 500 that the request may have caused, as others are served.
+REQUEST_ERRORS = frozenset((MODEL_ERROR, INTERNAL_ERROR))
 
 _NAMED = re.compile(r"(missing required|contains unknown) field `([^`]+)`")
 _PATH = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`$")

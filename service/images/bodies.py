@@ -8,11 +8,8 @@ from urllib.parse import unquote_to_bytes
 
 from service.http.errors import ApiError, bad_field
 
-_PARTS = {
-    "image_url": "image_url",
-    "input_image": "image_url",
-    "video_url": "video_url",
-}  # type of a part -> its field
+# Type of a part -> its field.
+_PARTS = {"image_url": "image_url", "input_image": "image_url", "video_url": "video_url"}
 _OF_VIDEOS = ("video_url", "video_data")
 _INSIDE = ("content", "output")  # fields that hold parts
 

@@ -22,17 +22,8 @@ _READ_LATER = frozenset(
     {
         *("OMP_NUM_THREADS", "MKL_NUM_THREADS"),  # the engine sets its threads by torch.set_num_threads
         "PYTHONUNBUFFERED",  # a forked child is line-buffered
-        *(
-            "TOKENIZERS_PARALLELISM",
-            "CUDA_VISIBLE_DEVICES",
-            "TMPDIR",
-            "PWD",
-            "OLDPWD",
-            "SHLVL",
-            "_",
-            "COLUMNS",
-            "LINES",
-        ),
+        *("TOKENIZERS_PARALLELISM", "CUDA_VISIBLE_DEVICES", "TMPDIR"),
+        *("PWD", "OLDPWD", "SHLVL", "_", "COLUMNS", "LINES"),
     }
 )
 _READ_LATER_PREFIXES = ("TANDEM_", "CUDA_MPS_", "OTEL_", "PYTEST_")  # OTEL_: imported on use

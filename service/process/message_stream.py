@@ -117,11 +117,8 @@ class MessageStream:
                     del self._unsent[: self._send(self._unsent)]
                     if not self._unsent:
                         return
-        except (
-            ChannelClosed,
-            OSError,
-            ValueError,
-        ) as error:  # reported by the receiver or the next `put`
+        except (ChannelClosed, OSError, ValueError) as error:
+            # The receiver or the next `put` reports it.
             self._broken = str(error) or "closed"
 
     def _expect_length(self) -> None:

@@ -215,8 +215,9 @@ class DecodeCore:
         silent, dead, overdue = self.peers.beat(now_s), self.proofs.tick(now_s), self.connections.overdue(now_s)
         for peer in overdue:
             self._lose(peer, "it has not answered the registration", now_s)
-        for peer in silent:
-            self._on_silent(peer, now_s)
+        for peer in silent:  # the link stays: the peer may still write
+            for room in self.rooms.of(peer):
+                self.rooms.abort(room, f"prefill worker {peer.route.control} does not answer", now_s)
         for peer in dead:
             for room in self.rooms.of(peer):
                 self.rooms.expose(room, False)
@@ -224,11 +225,6 @@ class DecodeCore:
             self._next_scan_s = now_s + SCAN_S_A_ROOM * len(self.rooms)
             for room in self.rooms:
                 self._check_deadline(room, now_s)
-
-    def _on_silent(self, peer: PrefillPeer, now_s: float) -> None:
-        """Fail the rooms, keep the link: the peer may still write."""
-        for room in self.rooms.of(peer):
-            self.rooms.abort(room, f"prefill worker {peer.route.control} does not answer", now_s)
 
     def _check_deadline(self, room: DecodeRoom, now_s: float) -> None:
         state, config = room.state, self._config

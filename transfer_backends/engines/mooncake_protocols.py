@@ -65,13 +65,9 @@ def _wish(asked: str, env: Mapping[str, str], *, has_hca: bool) -> tuple[str, st
 
 
 def _lack(protocol: str, machine: Machine) -> str | None:
-    if protocol == "rdma":
-        return (
-            None
-            if machine.has_hca
-            else "there is no RDMA device (/sys/class/infiniband); give this worker one, or take tcp"
-        )
-    if protocol == "tcp":
+    if protocol == "rdma" and not machine.has_hca:
+        return "there is no RDMA device (/sys/class/infiniband); give this worker one, or take tcp"
+    if protocol in ("rdma", "tcp"):
         return None
     if not machine.on_gpu:
         return "the KV cache is in host memory, which NVLink does not reach; start with --device cuda, or take tcp"

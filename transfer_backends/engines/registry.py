@@ -2,14 +2,22 @@
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from transfer_backends.contract import BackendUnavailable, Caps, FakeEngine, OpState, Pieces, Region
+from transfer_backends.contract import BackendUnavailable, Caps, FakeEngine, Region
 from transfer_backends.ports import Engine
 from transfer_backends.transports import rdma_facts
 
 # ---- Engine shared by a worker's receiver and sender, with serialized calls.
+
+
+def _one_at_a_time(name: str) -> Callable[..., Any]:
+    def call(self: "SharedEngine", *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            return getattr(self._engine, name)(*args, **kwargs)
+
+    return call
 
 
 class SharedEngine:
@@ -35,41 +43,15 @@ class SharedEngine:
                 self._registered = True
                 self._engine.register(regions)
 
-    def descriptor(self) -> bytes:
-        with self._lock:
-            return self._engine.descriptor()
-
-    def connect(self, incarnation: str, descriptor: bytes) -> Any:
-        with self._lock:
-            return self._engine.connect(incarnation, descriptor)
-
-    def disconnect(self, peer: Any) -> None:
-        with self._lock:
-            self._engine.disconnect(peer)
-
-    def post(self, peer: Any, pieces: Pieces) -> Any:
-        with self._lock:
-            return self._engine.post(peer, pieces)
-
-    def probe(self, peer: Any) -> Any:
-        with self._lock:
-            return self._engine.probe(peer)
-
-    def trial(self, peer: Any) -> tuple[Any, int] | None:
-        with self._lock:
-            return self._engine.trial(peer)
-
-    def fence(self, peer: Any) -> Any:
-        with self._lock:
-            return self._engine.fence(peer)
-
-    def poll(self, op: Any) -> OpState:
-        with self._lock:
-            return self._engine.poll(op)
-
-    def progress(self, *, eager: bool = False) -> None:
-        with self._lock:
-            self._engine.progress(eager=eager)
+    descriptor = _one_at_a_time("descriptor")
+    connect = _one_at_a_time("connect")
+    disconnect = _one_at_a_time("disconnect")
+    post = _one_at_a_time("post")
+    probe = _one_at_a_time("probe")
+    trial = _one_at_a_time("trial")
+    fence = _one_at_a_time("fence")
+    poll = _one_at_a_time("poll")
+    progress = _one_at_a_time("progress")
 
     def close(self) -> None:
         with self._lock:

@@ -107,11 +107,9 @@ class Path:
     @property
     def descriptor(self) -> bytes:
         ranks = self.memory.ranks
-        return (
-            pack_descriptors(pairs_of([*self.shards, *self.side_shards]), ranks)
-            if self.of_ranks
-            else ranks[0].descriptor
-        )
+        if not self.of_ranks:
+            return ranks[0].descriptor
+        return pack_descriptors(pairs_of([*self.shards, *self.side_shards]), ranks)
 
     @property
     def open(self) -> bool:

@@ -102,13 +102,8 @@ class Trials:
             self._paths[trial.incarnation] = path
         log.info("KV to decode worker %r: transport %s, %.2f GB/s", path.address, transport, path.bytes_a_s / 1e9)
         if self.on_gpu and (cause := explain_slow_gpu(transport, seen, around)) is not None:
-            log.warning(
-                "KV of a GPU goes to decode worker %r at %.2f GB/s (%s): %s",
-                path.address,
-                path.bytes_a_s / 1e9,
-                transport,
-                cause,
-            )
+            text = "KV of a GPU goes to decode worker %r at %.2f GB/s (%s): %s"
+            log.warning(text, path.address, path.bytes_a_s / 1e9, transport, cause)
 
     def forget(self, incarnation: str) -> None:
         self._known.pop(incarnation, None)

@@ -6,7 +6,7 @@ has. So readers match text before the first image only.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from engine.core.mem_cache.radix_cache import TRUNK, Branch, Node, TreePart
 from engine.core.mem_cache.state_slots import StateSlots
@@ -91,13 +91,14 @@ class CacheEvents(TreePart):
             self._events.append(BlockRemoved(self._hashes(node, start, end), MEDIUM))
 
     def _parent(self, node: Node) -> int | None:
-        above = next(_above(node), None)
-        return None if above is None else self._names[above.pages[-1]]
+        above = node.parent
+        return self._names[above.pages[-1]] if above is not None and above.pages else None
 
     def _before(self, node: Node) -> tuple[bytes, tuple[int, ...]]:
-        missing = sum(len(above.key) for above in _above(node)) % self._block_size
+        _, *path = node.up()
+        missing = sum(len(above.key) for above in path) % self._block_size
         tokens: tuple[int, ...] = ()
-        for above in _above(node):
+        for above in path:
             if missing < len(above.key):
                 page = above.pages[-1 - missing // self._page_size]
                 return self._links[page], above.key[len(above.key) - missing :] + tokens
@@ -130,17 +131,9 @@ def _seed(branch: Branch) -> bytes:
     return token_seed(b"#%d" % branch.adapter if branch.adapter else b"", branch.namespace)
 
 
-def _above(node: Node) -> Iterator[Node]:
-    parent = node.parent
-    while parent is not None and parent.pages:
-        yield parent
-        parent = parent.parent
-
-
 def _branch(node: Node) -> Branch:
-    while node.parent is not None and node.parent.parent is not None:
-        node = node.parent
-    return node.branch or TRUNK
+    *_, top = node.up()
+    return top.branch or TRUNK
 
 
 class UsablePrefixes(TreePart):

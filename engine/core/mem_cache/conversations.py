@@ -234,10 +234,6 @@ class ConversationPages(MemoryPart, TreePart):
 
 def path_to(node: Node) -> Sequence[tuple[Node, int]]:
     """Nodes from `node` up, with the pages up to their ends."""
-    chain: list[Node] = []
-    at: Node | None = node
-    while at is not None and at.parent is not None:
-        chain.append(at)
-        at = at.parent
+    chain = list(node.up())
     ends = accumulate(len(one.pages) for one in reversed(chain))
     return list(zip(chain, reversed([*ends]), strict=True))

@@ -30,8 +30,11 @@ PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
 STORAGE_BACKENDS = ("file", "mooncake")
 _USES_TO_WRITE = {"write_through": 1, "write_through_selective": 2}  # by requests that computed or read a node
 TIERS = ("device", "host", "disk")
-COUNTED = (*(f"{tier}_hit_tokens" for tier in TIERS), "skipped_pages", "saved_pages", "loaded_pages")
-COUNTED += (
+COUNTED = (
+    *(f"{tier}_hit_tokens" for tier in TIERS),
+    "skipped_pages",
+    "saved_pages",
+    "loaded_pages",
     "loaded_ahead_pages",
     "unwritten_pages",
     "written_pages",
@@ -109,14 +112,10 @@ class HostCache(MemoryPart, TreePart, LowerTier):
 
     def on_read(self, node: Node) -> None:
         """Note a reader of the path to `node`."""
-        path: list[Node] = []
-        at: Node | None = node
-        while at is not None and at.parent is not None:
-            path.append(at)
-            at = at.parent
-        for above in reversed(path):
+        path = [*node.up()][::-1]
+        for above in path:
             self._write_when_used(above)
-        self._touch([key for above in reversed(path) for key in above.keys])
+        self._touch([key for above in path for key in above.keys])
 
     def on_split(self, upper: Node, lower: Node) -> None:
         cut = len(upper.pages)
@@ -267,22 +266,19 @@ class HostCache(MemoryPart, TreePart, LowerTier):
         assert memory.available == available, "a load ahead takes nothing from admission and growth"
 
     def _insert_ahead(self, request: Request, memory: Memory, cached: list[int], host_pages: list[int]) -> None:
-        pages, num_pages = memory.take(len(host_pages)), len(cached) + len(host_pages)
-        self._copy_ahead(request, pages, host_pages, start=len(cached))
-        tokens = request.key_tokens(0, num_pages * memory.allocator.page_size)
-        inserted = memory.cache.insert(tokens, cached + pages, branch=request.branch, priority=memory.rank(request))
-        self.share(request, inserted, start=len(cached), end=num_pages)
-
-    def holds(self, request: Request, index: int) -> bool:
-        return self.pages.get(self.keys.of(request, index + 1)[index]) is not None
-
-    def _copy_ahead(self, request: Request, pages: list[int], host_pages: list[int], *, start: int) -> None:
+        pages, start, end = memory.take(len(host_pages)), len(cached), len(cached) + len(host_pages)
         num_read = self._load(request, pages, host_pages, start=start)
         self.pages_ahead_left -= len(pages)
         self.counted["hicache_loaded_ahead_pages"] += len(pages)
-        ahead, end = request.lower_tiers.ahead, start + len(pages)
+        ahead = request.lower_tiers.ahead
         begin = ahead.begin if ahead.end == start else start
         request.lower_tiers.ahead = LoadedAhead(begin, end, ahead.num_read + num_read)
+        tokens = request.key_tokens(0, end * memory.allocator.page_size)
+        inserted = memory.cache.insert(tokens, cached + pages, branch=request.branch, priority=memory.rank(request))
+        self.share(request, inserted, start=start, end=end)
+
+    def holds(self, request: Request, index: int) -> bool:
+        return self.pages.get(self.keys.of(request, index + 1)[index]) is not None
 
     def _load(self, request: Request, pages: list[int], host_pages: list[int], *, start: int) -> int:
         """Return how many pages came from files, unused since."""

@@ -54,6 +54,13 @@ class Node:
         """An unlocked leaf in the tree."""
         return self.locks == 0 and not self.children and self.parent is not None
 
+    def up(self) -> Iterator["Node"]:
+        """The node and those above it, without the root."""
+        node: Node | None = self
+        while node is not None and node.parent is not None:
+            yield node
+            node = node.parent
+
 
 class TreePart:
     """Base of tree followers, with empty hooks."""
@@ -247,10 +254,9 @@ class RadixCache:
     def use(self, node: Node, *, priority: int = 0) -> None:
         """Count an admitted reader of the path to `node`, which it locked."""
         assert node.locks > 0
-        while node.parent is not None:
-            node.uses += 1
-            node.priority = max(node.priority, priority)
-            node = node.parent
+        for above in node.up():
+            above.uses += 1
+            above.priority = max(above.priority, priority)
 
     def insert(
         self,
@@ -284,20 +290,18 @@ class RadixCache:
 
     def lock(self, node: Node) -> None:
         """Protect the path to `node` from eviction until `unlock`; locks are counted."""
-        while node.parent is not None:
-            if node.locks == 0:
-                self.num_evictable -= len(node.pages)
-            node.locks += 1
-            node = node.parent
+        for above in node.up():
+            if above.locks == 0:
+                self.num_evictable -= len(above.pages)
+            above.locks += 1
 
     def unlock(self, node: Node) -> None:
-        while node.parent is not None:
-            assert node.locks > 0, "unlock without lock"
-            node.locks -= 1
-            if node.locks == 0:
-                self.num_evictable += len(node.pages)
-                self._note_leaf(node)
-            node = node.parent
+        for above in node.up():
+            assert above.locks > 0, "unlock without lock"
+            above.locks -= 1
+            if above.locks == 0:
+                self.num_evictable += len(above.pages)
+                self._note_leaf(above)
 
     def evict(self, n: int) -> int:
         """Free at least `n` pages, or all evictable ones; return the number freed."""

@@ -113,13 +113,10 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
         request.recurrent.slot = 0
 
     def detach(self, request: Request) -> Sequence[tuple[PageAllocator, list[int]]]:
-        return [(self.allocator, self.quarantine(request))]
-
-    def quarantine(self, request: Request) -> list[int]:
         slots = [request.recurrent.slot] if request.recurrent.slot else []
         self.allocator.quarantine(slots)
         request.recurrent.slot = 0
-        return slots
+        return [(self.allocator, slots)]
 
     def aim(self, request: Request, *, start: int, cached: int) -> None:
         """Choose snapshots of `request` after `start`: at its last chunk, and where prompts branch.
@@ -143,20 +140,11 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
         return next((at for at in request.recurrent.snapshots_at if start < at < end), end)
 
     def extend(self, request: Request, end: int, *, answer: bool) -> None:
-        """Take a reusable snapshot of the planned step's state."""
-        if answer:
-            self.snapshot_answer(request, end)
-        else:
-            self.snapshot(request, end)
-
-    def snapshot(self, request: Request, at: int) -> None:
-        """Snapshot the state after `at` tokens in this plan, if there is room."""
-        if at in request.recurrent.snapshots_at and self.num_available:
-            self._copy(request, at)
-
-    def snapshot_answer(self, request: Request, at: int) -> None:
-        if at % self._every == 0 and self._keeps(request) and self.num_available:
-            self._copy(request, at)
+        """Take a reusable snapshot of the planned step's state, if there is room."""
+        planned, at_every = request.recurrent.snapshots_at, end % self._every == 0
+        reusable = at_every and self._keeps(request) if answer else end in planned
+        if reusable and self.num_available:
+            self._copy(request, end)
 
     def cut_answer(self, request: Request, start: int, end: int) -> int:
         return min(end, (start // self._every + 1) * self._every) if self._keeps(request) else end
@@ -224,9 +212,6 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
     def drop(self, slot: int) -> None:
         self.allocator.free([slot])
 
-    def touch(self, node: Node) -> None:
-        self._nodes.move_to_end(node.state)
-
     def on_removed(self, node: Node, *, evicted: bool) -> None:
         if node.state:
             self._evict(node, superseded=True)  # the tier has noted the node itself
@@ -271,7 +256,7 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
         if not usable:
             return Match([], cache.root, num_cached=num_cached)
         node = path[usable - 1]
-        self.touch(node)
+        self._nodes.move_to_end(node.state)
         pages = [page for above in path[:usable] for page in above.pages]
         return Match(pages, node, state=node.state, num_cached=num_cached, window=tuple(window[:usable_window]))
 

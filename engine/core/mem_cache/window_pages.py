@@ -15,6 +15,7 @@ After SGLang's SWARadixCache; reader counts as in vLLM.
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import islice, takewhile
 
 from engine.core.mem_cache.memory_part import MemoryPart, Windows
 from engine.core.mem_cache.page_allocator import PageAllocator
@@ -143,14 +144,13 @@ class WindowPages(MemoryPart, TreePart, Windows):
         request.windows.pages = [0] * request.windows.first + landed
 
     def detach(self, request: Request) -> Sequence[tuple[PageAllocator, list[int]]]:
-        return [(self.allocator, self.quarantine(request))] if request.pages else []
-
-    def quarantine(self, request: Request) -> list[int]:
+        if not request.pages:
+            return []
         pages = request.windows.pages[request.windows.first :]
         self.allocator.quarantine(pages)
         request.windows.pages, request.windows.first = [], 0
         del self._bounds[request]
-        return pages
+        return [(self.allocator, pages)]
 
     def extend(self, request: Request, end: int, *, answer: bool) -> None:
         missing = self.allocator.pages_for(end) - len(request.windows.pages)
@@ -189,14 +189,17 @@ class WindowPages(MemoryPart, TreePart, Windows):
 
     # ---- the tree
 
-    def usable(self, cached: Sequence[int]) -> int:
-        """Longest prefix of `cached` (0: missing page) with a complete last window."""
-        alive, best = 0, 0
-        for i, page in enumerate(cached):
+    def usable(self, cached: Sequence[int], *, depth: int = 0, alive: int = 0) -> int:
+        """Longest prefix of `cached` (0: missing page) with a complete last window.
+
+        It follows `depth` pages, of which the last `alive` are present.
+        """
+        best = 0
+        for i, page in enumerate(cached, 1):
             alive = alive + 1 if page else 0
-            length = i + 1
+            length = depth + i
             if alive >= length - self.first_page(length * self.allocator.page_size):
-                best = length
+                best = i
         return best
 
     def usable_match(self, cache: RadixCache, tokens: Sequence[int], branch: Branch) -> Match:
@@ -211,31 +214,18 @@ class WindowPages(MemoryPart, TreePart, Windows):
 
     def reach(self, node: Node) -> int:
         """Pages of `node` up to its last length with a complete window."""
-        depth, alive, best = _before(node), self._alive_before(node), 0
-        for i, page in enumerate(node.window, 1):
-            alive = alive + 1 if page else 0
-            length = depth + i
-            if alive >= length - self.first_page(length * self.allocator.page_size):
-                best = i
-        return best
-
-    def _alive_before(self, node: Node) -> int:
-        """Consecutive present window pages right before `node`, up to one window."""
-        alive, at = 0, node.parent
-        while at is not None and at.pages and alive <= self.window:
-            for page in reversed(at.window):
-                if not page:
-                    return alive
-                alive += 1
-            at = at.parent
-        return alive
+        _, *path = node.up()
+        before = (page for above in path for page in reversed(above.window))
+        alive = sum(1 for _ in takewhile(bool, islice(before, 1 + self.window)))
+        return self.usable(node.window, depth=sum(len(above.pages) for above in path), alive=alive)
 
     def on_stored(self, node: Node) -> None:
         node.window = [0] * len(node.pages)
 
     def share(self, request: Request, inserted: Inserted, *, start: int, end: int) -> None:
-        at: Node | None = inserted.node
-        while at is not None and at.parent is not None and end > start:
+        for at in inserted.node.up():
+            if end <= start:
+                return
             begin = end - len(at.pages)
             for i in range(max(begin, start, request.windows.first), end):
                 page = request.windows.pages[i]
@@ -244,7 +234,7 @@ class WindowPages(MemoryPart, TreePart, Windows):
                     at.window[i - begin] = page
                     self._readers[page], self._homes[page] = 1, at
                     self.on_change(at)
-            at, end = at.parent, begin
+            end = begin
 
     def on_split(self, upper: Node, lower: Node) -> None:
         cut = len(upper.pages)
@@ -292,10 +282,3 @@ class WindowPages(MemoryPart, TreePart, Windows):
         for r in requests:
             assert all(r.windows.pages[r.windows.first :]), f"{r.rid} lost a page of its window"
             assert not any(r.windows.pages[: r.windows.first]), f"{r.rid} keeps pages behind its window"
-
-
-def _before(node: Node) -> int:
-    count, at = 0, node.parent
-    while at is not None:
-        count, at = count + len(at.pages), at.parent
-    return count

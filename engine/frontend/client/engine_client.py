@@ -5,7 +5,6 @@ Wire names are unique: a new request gets no late outputs of an aborted one.
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass
-from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -208,9 +207,6 @@ class EngineClient:
         for live in list(self._live.values()):
             live.generation.fail(error)
         self.leaders.fail_calls(error, gone=error.code == ENGINE_DEAD)
-
-    def of_rank(self, rank: int) -> Callable[[ToFrontend], None]:
-        return partial(self.on_message, rank=rank)
 
     def on_message(self, message: ToFrontend, rank: int = 0) -> None:
         now_s = self._now_s()

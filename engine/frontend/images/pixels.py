@@ -58,9 +58,8 @@ def _within(range_: PixelRange, size: Size, *, factor: int, frames: int, counted
     tall, wide = round(height / factor) * factor, round(width / factor) * factor
     if counted * tall * wide > range_.most:
         beta = math.sqrt(frames * height * width / range_.most)
-        return max(factor, math.floor(height / beta / factor) * factor), max(
-            factor, math.floor(width / beta / factor) * factor
-        )
+        tall, wide = math.floor(height / beta / factor) * factor, math.floor(width / beta / factor) * factor
+        return max(factor, tall), max(factor, wide)
     if counted * tall * wide < range_.least:
         beta = math.sqrt(range_.least / (frames * height * width))
         return math.ceil(height * beta / factor) * factor, math.ceil(width * beta / factor) * factor

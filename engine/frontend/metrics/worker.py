@@ -13,10 +13,7 @@ from prometheus_client.utils import floatToGoString
 
 from engine.frontend.metrics.schedulers import LABELS, SchedulersCollector
 from engine.messages import StateReply, StepReply
-from engine.metric_names import (
-    VLLM_NAMES,
-    VLLM_STAGES,
-)
+from engine.metric_names import VLLM_NAMES, VLLM_STAGES
 from engine.text.sample import TextOutput
 from service.http.reconnect import StreamLogs
 

@@ -128,10 +128,7 @@ async def abort_request(request: HttpRequest) -> Response:
         s.client.abort_all()
     elif body.rid:
         owner = None if may_end_any(request, s.gate) else owner_in(request)
-        is_whole = (
-            s.client.abort(body.rid, owner=owner) and owner is not None
-        )  # a name without owner may be elsewhere, too
-        if not is_whole:
+        if not s.client.abort(body.rid, owner=owner) or owner is None:  # a name without owner may be elsewhere, too
             await s.others.abort(body.rid, owner=owner)
     else:
         raise bad_field("rid", "name a request, or set abort_all")

@@ -27,15 +27,9 @@ TOTALS = {
 }
 
 
-def _speculative(s: StateReply) -> dict[str, Any]:
-    names = {"accept_length": "spec_accept_length", "accept_rate": "spec_accept_rate"}
-    found = {name: s.gauges[gauge] for name, gauge in names.items() if gauge in s.gauges}
-    return {"speculative": found} if found else {}
-
-
-def _storage(s: StateReply) -> dict[str, float]:
-    rate = s.gauges.get("storage_read_gb_s")
-    return {} if rate is None else {"storage_read_gb_s": rate}
+def _known(s: StateReply, **gauges: str) -> dict[str, float]:
+    """Names with gauges' values."""
+    return {name: s.gauges[gauge] for name, gauge in gauges.items() if gauge in s.gauges}
 
 
 def load_summary(s: StateReply) -> dict[str, Any]:
@@ -52,7 +46,7 @@ def load_summary(s: StateReply) -> dict[str, Any]:
         "token_usage": used_tokens(s) / total if total else 0.0,
         "cache_hit_rate": cache_hit_rate(s),
         "gen_throughput": s.gauges.get("gen_throughput", 0.0),
-        **({"avg_spec_accept_length": s.gauges["spec_accept_length"]} if "spec_accept_length" in s.gauges else {}),
+        **_known(s, avg_spec_accept_length="spec_accept_length"),
         "pages": s.pages,
         "queues": s.queues,
     }
@@ -84,6 +78,7 @@ def v1_loads_entry(
 ) -> dict[str, Any]:
     summary = load_summary(s)
     pages = summary.pop("pages")
+    speculative = _known(s, accept_length="spec_accept_length", accept_rate="spec_accept_rate")
     return {
         "dp_rank": rank,
         **summary,
@@ -92,7 +87,12 @@ def v1_loads_entry(
         "num_active_tokens": summary["num_used_tokens"],
         "max_running_requests": max_running_requests,
         "utilization": s.running / max_running_requests if max_running_requests else 0.0,
-        "memory": {"pages": pages, "page_size": s.page_size, "num_pages": s.num_pages, **_storage(s)},
+        "memory": {
+            "pages": pages,
+            "page_size": s.page_size,
+            "num_pages": s.num_pages,
+            **_known(s, storage_read_gb_s="storage_read_gb_s"),
+        },
         "disaggregation": {
             "mode": mode,
             **{name: s.queues.get(queue, 0) for name, queue in PD_QUEUES.items()},
@@ -101,7 +101,7 @@ def v1_loads_entry(
             "pending_prealloc_token_usage": s.gauges.get("pending_prealloc_token_usage", 0.0),
             **({"avoided_encoders": s.avoided_encoders} if s.avoided_encoders else {}),
         },
-        **_speculative(s),
+        **({"speculative": speculative} if speculative else {}),
         "totals": {
             **{name: int(s.counters.get(counter, 0)) for name, counter in TOTALS.items()},
             "busy_ms": int(1000 * s.counters.get("busy_s", 0.0)),

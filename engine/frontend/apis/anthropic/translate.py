@@ -53,7 +53,20 @@ NAMES = {
 
 def chat_of(body: PromptFields) -> ChatBody:
     """Raises ApiError(400) that names the field, like checks in `in_words_of(NAMES)`."""
-    chat = _chat_of(body)
+    chat = ChatBody(
+        messages=[
+            *(_said("system", _blocks(body.system, "system", of="system")) if body.system else ()),
+            *_messages(body.messages),
+        ],
+        model=body.model,
+        tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or [])] or None,
+        tool_choice=_choice(body.tool_choice),
+        parallel_tool_calls=False if body.tool_choice and body.tool_choice.disable_parallel_tool_use else None,
+        continue_final_message=_continues(body.messages),
+        **own_fields(body),
+        **_output(body.output_config),
+        chat_template_kwargs={**_thinking(body.thinking), **(body.chat_template_kwargs or {})} or None,
+    )
     user = body.metadata.user_id if body.metadata else None
     chat.session_id = body.session_id or body.prompt_cache_key or user
     times_s = [_ttl_s(field, control) for field, control in _cached(body)]
@@ -78,23 +91,6 @@ def _cached(body: PromptFields) -> Iterator[tuple[str, CacheControl]]:
 def _ttl_s(field: str, control: CacheControl) -> float:
     check_choice(field, control.ttl or "5m", tuple(_TTL_S))
     return _TTL_S[control.ttl or "5m"]
-
-
-def _chat_of(body: PromptFields) -> ChatBody:
-    return ChatBody(
-        messages=[
-            *(_said("system", _blocks(body.system, "system", of="system")) if body.system else ()),
-            *_messages(body.messages),
-        ],
-        model=body.model,
-        tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or [])] or None,
-        tool_choice=_choice(body.tool_choice),
-        parallel_tool_calls=False if body.tool_choice and body.tool_choice.disable_parallel_tool_use else None,
-        continue_final_message=_continues(body.messages),
-        **own_fields(body),
-        **_output(body.output_config),
-        chat_template_kwargs={**_thinking(body.thinking), **(body.chat_template_kwargs or {})} or None,
-    )
 
 
 def sampled_chat_of(body: MessagesBody, *, reasons: bool) -> ChatBody:

@@ -56,11 +56,7 @@ def _of_worker(handler: StoredHandler) -> Handler:
 # ---- create
 
 
-def _number_from(view: ResponseView, num_events: int) -> None:
-    view.num_events = num_events
-
-
-_FORMAT = AnswerFormat(id_prefix=RESPONSE, framing=Framing(encode=typed_event, number_from=_number_from))
+_FORMAT = AnswerFormat(id_prefix=RESPONSE, framing=Framing(encode=typed_event, numbers=True))
 
 _ITEMS = TypeAdapter(list[Item])
 _INPUT = TypeAdapter[str | list[Item]](str | list[Item])

@@ -1,16 +1,13 @@
 """Images and videos of a request, from parts to prompt."""
 
 from collections.abc import MutableMapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from engine.frontend.apis.shared.fields import prompts_ids
 from engine.frontend.images.placeholders import LoadedMedia, MediaSource, expanded, with_times
 from engine.frontend.services import Services
 from engine.images import ImageInput
 from service.http.errors import unsupported
-
-if TYPE_CHECKING:
-    from engine.frontend.images.loader import ImageLoader
 
 TEXT_ALONE = "this model reads text alone; leave it out, or serve a model that sees images (docs/models.md)"
 
@@ -24,24 +21,18 @@ class Prompt(NamedTuple):
     images: list[ImageInput]
 
 
-def loader_for(s: Services, sources: Sequence[MediaSource]) -> "ImageLoader":
-    """Raises ApiError(400) for a text model, naming the first of `sources`."""
-    if s.images is None:
-        raise unsupported(sources[0].field, TEXT_ALONE)
-    return s.images
-
-
 async def load_media(
     s: Services, sources: Sequence[MediaSource], known: MutableMapping[MediaSource, LoadedMedia] | None = None
 ) -> list[LoadedMedia]:
     """`known`: loaded in an earlier try. Raises ApiError(400)."""
     if not sources:
         return []
-    loader = loader_for(s, sources)
+    if s.images is None:
+        raise unsupported(sources[0].field, TEXT_ALONE)
     if known is None:
-        return await loader.load(sources, most_tokens=s.context_length)
+        return await s.images.load(sources, most_tokens=s.context_length)
     if any(one not in known for one in sources):
-        loaded = await loader.load(sources, most_tokens=MOST_TOKENS)
+        loaded = await s.images.load(sources, most_tokens=MOST_TOKENS)
         known.update(zip(sources, loaded, strict=True))
     return [known[one] for one in sources]
 

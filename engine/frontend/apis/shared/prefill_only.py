@@ -149,8 +149,7 @@ def fitting_lists(s: Services, lists: Iterable[list[int]], *, field: str, room: 
 
 async def embed(sender: PromptSender, prompts: Prompts) -> list[TextOutput]:
     """Answers for `vector_of`."""
-    s = sender.s
-    return await _pooled(sender, prompts, s.model.head.pooling)
+    return await _pooled(sender, prompts, sender.s.model.head.pooling)
 
 
 async def label_logits(sender: PromptSender, prompts: Prompts) -> list[list[float]]:
@@ -206,7 +205,9 @@ async def _answers(sender: PromptSender, prompts: Prompts, **fields: Any) -> lis
         left_s = None if end_s is None else max(end_s - time_s(), MIN_TIMEOUT_S)
         groups = [prompts.name] * len(turn)
         with s.client.generate(turn, groups=groups, timeout_s=left_s, dp_rank=rank, owner=owner) as generation:
-            answers += [_not_aborted(answer) for answer in await generation.collect()]
+            for answer in await generation.collect():
+                finish = answer.tokens.finish
+                answers.append(_whole(answer, finish is None or finish.kind != "abort"))
     return answers
 
 
@@ -230,18 +231,7 @@ def _turn_tokens(s: Services) -> int:
     return steps * s.leaders.num_ranks * (chunk if isinstance(chunk, int) and chunk > 0 else TURN_CHUNK)
 
 
-def _not_aborted(answer: TextOutput) -> TextOutput:
-    finish = answer.tokens.finish
-    if finish is not None and finish.kind == "abort":
-        raise _aborted()
-    return answer
-
-
 def _whole(answer: TextOutput, is_there: bool) -> TextOutput:
     if not is_there:
-        raise _aborted()
+        raise ApiError(499, "the request was aborted", code="aborted")
     return answer
-
-
-def _aborted() -> ApiError:
-    return ApiError(499, "the request was aborted", code="aborted")

@@ -120,7 +120,6 @@ class AnswerFormat:
 # ---- samples
 
 
-# What completes the requests, by the router's header that asks for it.
 @dataclass(frozen=True, kw_only=True)
 class SamplesPlan:
     """`sampling.n` samples of each prompt, prompt-major.

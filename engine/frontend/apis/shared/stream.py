@@ -23,6 +23,8 @@ LOWEST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI uses this
 
 
 class View:
+    num_events = 0  # chunks that the client has from another worker
+
     def body(self, answers: list[TextOutput]) -> Any:
         raise NotImplementedError
 
@@ -36,14 +38,14 @@ class View:
 
 @dataclass(frozen=True, kw_only=True)
 class Framing:
-    """`encode`: a chunk; `done`: the end; `number_from`: numbers chunks; `repeats`: chunks show a
+    """`encode`: a chunk; `done`: the end; `numbers`: chunks have numbers; `repeats`: chunks show a
     sample from the start. Errors: service/http/routes.py.
     """
 
     headers: Mapping[str, str] = field(default_factory=lambda: SSE_HEADERS)
     encode: Callable[[Any], bytes] = event
     done: bytes = b""
-    number_from: Callable[[Any, int], None] | None = None
+    numbers: bool = False
     repeats: bool = False
 
 
@@ -79,7 +81,7 @@ async def answer(
             return await answer_framed(request, generation, show=view.body, begun=begun)
         keeps = KEEP_HEADER in request.headers and framing.headers is SSE_HEADERS
         with retained(request, generation, begun) if keeps else nullcontext() as kept:
-            numbered = _num_events(request) if framing.number_from else None
+            numbered = _num_events(request) if framing.numbers else None
             frames = Frames(begun, repeats=framing.repeats, num_events=numbered, kept=kept, has_logprobs=has_logprobs)
             return await _stream(request, generation, view=view, framing=framing, frames=frames)
 
@@ -94,8 +96,7 @@ async def _stream(
 ) -> Response:
     for index, output in generation.resumed:
         view.chunks(index, output)  # the client has them
-    if framing.number_from:
-        framing.number_from(view, _num_events(request))
+    view.num_events = _num_events(request)
     silence_s = 0.0 if NO_BEATS_HEADER in request.headers else request[SERVICES].spec.server.sse_keep_alive_interval_s
     with KeepAlive(request, interval_s=silence_s) as alive:
         try:
