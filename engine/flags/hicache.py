@@ -22,7 +22,7 @@ VARIABLES = {
     "MOONCAKE_PROTOCOL": "protocol",
     "MOONCAKE_DEVICE": "device_name",
 }
-LEAST_SEGMENT = 16 << 20
+MIN_SEGMENT = 16 << 20
 UNITS = {"": 1, "b": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30}
 # Host prefixes that a step loads for waiting requests, in 10^6 bytes: 1.3 ms of a PCIe 5 bus, as a step waits for its
 # copies. On a CPU a load runs in the step: starting early gains nothing.
@@ -55,7 +55,7 @@ class MooncakeStoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         if unit is None or not digits.isdigit():
             raise ConfigError(f'{EXTRA}: global_segment_size: give bytes or such as "4gb", got {text!r}')
         found = int(digits) * unit
-        if 0 < found < LEAST_SEGMENT:
+        if 0 < found < MIN_SEGMENT:
             raise ConfigError(f"{EXTRA}: global_segment_size: Mooncake takes 0, or 16mb and more, got {text!r}")
         return found
 

@@ -73,7 +73,7 @@ class RankFiles:
 class Backend:
     """A store, its known pages, and the pause after failures.
 
-    `place`: URL. `own_bytes`: memory that this worker gives to a shared one.
+    `place`: URL. `own_bytes`: given to a shared one.
     """
 
     index: StorageIndex

@@ -287,7 +287,7 @@ def look_in_time(
     now_s: float,
     with_pages: WithPages = lambda seen, hints: seen,
 ) -> Placement:
-    """The policy's choice within all SLOs, if need be `with_pages` of others. Raises RequestRefused."""
+    """The policy's choice within all SLOs, perhaps `with_pages`. Raises RequestRefused."""
     choice = policy.look(pool, hints)
     if all([objective.keeps(choice) for objective in objectives]):
         return choice
