@@ -84,9 +84,7 @@ SHARED_LIMIT_BYTES = 227 << 10  # of a multiprocessor
 REGISTERS = 65536
 # Needs more registers: decode of units and of dim 256 spills up to 64 bytes, extend of codes 16.
 IS_OLD = triton.__version__.startswith("3.6.")
-SPILLS = {
-    (128, 128): 16 if IS_OLD else 8
-}  # bytes of a thread, by rows and block of extend: no measurable part of its loop
+SPILLS = {(128, 128): 16}  # bytes of a thread, by rows and block of extend: no measurable part of its loop
 STRIDES = ["page_grains", "page_stride", "unit_stride", "q_stride"]  # multiples of 16
 WHERE_NEEDED = ["sinks_ptr", "path_starts_ptr", "path_places_ptr", "path_stride"]
 WHERE_NEEDED += ["logit_bias_ptr", "choice_bias_ptr", "bias_ptr", "factors_ptr", "order_ptr", "blocks_ptr"]
