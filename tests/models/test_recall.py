@@ -184,6 +184,7 @@ def test_every_key_is_recalled_among_filler_by_a_wide_margin(theirs: PreTrainedM
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # transformers read 32k tokens, without matrix units in minutes
 @pytest.mark.parametrize("name", PATHS)
 def test_recall_holds_to_the_end_of_the_context(name: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(PATHS[name], dtype=torch.bfloat16)

@@ -17,16 +17,22 @@ from service.http.api import ApiRouter
 from service.http.body import Body, optional, required
 from service.http.errors import bad_field, read_body
 from service.http.guard import MAX_SESSION_CHARS, SESSION_HEADER
+from service.http.image_encoders import ENCODERS_HEADER
+from service.http.prefix_source import PREFIX_HEADER
 from service.http.request import HttpRequest
 
 API = ApiRouter(RouteTags.OPERATIONS)
 MAX_SECONDS = 86_400.0
+_BY_HEADER = ((PREFIX_HEADER, with_prefix_source), (ENCODERS_HEADER, with_image_encoders))
 
 
 def completed(request: HttpRequest, body: RoutingFields, requests: list[GenerateRequest]) -> list[GenerateRequest]:
     """Raises ApiError(400)."""
     requests = _with_conversation(request.headers, body, requests)
-    return with_image_encoders(request, with_prefix_source(request, requests))
+    for header, complete in _BY_HEADER:
+        if header in request.headers:
+            requests = complete(request, requests)
+    return requests
 
 
 def _with_conversation(
