@@ -25,7 +25,7 @@ CHOICES = {  # layout, route, and whether prefixes are fetched
     "unified": (UNIFIED, "pair", False),
     AUTO: (PAIRS, "auto", True),
 }
-NEAR, STRIDE = 1.04, 1.3  # of a search: routes within 3 % are told apart
+NEAR, STRIDE = 1.04, 1.3  # a search resolves differences of 3 %
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

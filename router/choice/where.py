@@ -129,9 +129,8 @@ def price(candidate: Candidate, ask: Ask, figures: Mapping[int, Figures]) -> Pri
     compute_s, stall_s = first.ttft.at(new_tokens), first.ttft.slope_s * first.slowdown * new_tokens
     transfer_s = first.handover.at(ask.prompt_tokens - candidate.held) if len(candidate.workers) > 1 else 0.0
     if source is not None:
-        steps_s = (
-            2 * first.itl_s(first.answers) if first.answers else 0.0
-        )  # request and reply, or a store's lookup and read
+        # a request and its reply, or a store's lookup and read, each wait for a step
+        steps_s = 2 * first.itl_s(first.answers) if first.answers else 0.0
         transfer_s += source.seconds + steps_s
     step_s = last.itl_s(last.answers + 1)
     others_s = first.answers * stall_s + last.answers * last.step.slope_s * last.slowdown * ask.answer_tokens
