@@ -103,6 +103,7 @@ class PrefixIndex:
         shared = self._store_of.pop(worker_id, None)
         if shared is not None:
             self._store_tokens[shared[0]] -= shared[1].tokens
+            self._store_tokens = +self._store_tokens  # without stores that no worker names
         if store is None:
             return
         if store.place not in self._stores:
