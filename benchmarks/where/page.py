@@ -67,10 +67,13 @@ def _served(found: dict[str, Any]) -> str:
     good, ttft = list[Row](), list[Row]()
     for name, load in found["loads"].items():
         points, head = load["points"], {"load": name, "offered, req/s": load["rate"]}
-        wanted = _pair(1e3, load["ttft_s"], load["tpot_s"])
-        good.append(
-            {**head, "TTFT, TPOT, ms": wanted, **{one: load["rate"] * p["good_share"] for one, p in points.items()}}
+        shares = {one: p["good_share"] for one, p in points.items()}
+        row: Row = {**head, "TTFT, TPOT, ms": _pair(1e3, load["ttft_s"], load["tpot_s"])}
+        row |= {one: load["rate"] * share for one, share in shares.items()}
+        row[f"{KNOWING} / best fixed"] = shares[KNOWING] / max(
+            shares[one] for one in shares if not one.startswith(AUTO)
         )
+        good.append(row)
         ttft.append({**head, **{one: _pair(1e3, p["ttft_p50_s"], p["ttft_s"]) for one, p in points.items()}})
     turns: list[Row] = [
         {
