@@ -503,22 +503,29 @@ def play(seeds: Sequence[int], *, tell: Callable[[int, Outcome], None] = lambda 
     return total
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.simulation.stores", description=__doc__)
-    parser.add_argument("--first", type=int, default=1)
-    parser.add_argument("--seeds", type=int, default=1000)
-    args = parser.parse_args()
+def simulate(seeds: range) -> dict[str, int]:
+    """With a progress bar; return what happened, `wrong` first of all but `seeds` and `tokens`."""
     logging.disable(logging.WARNING)  # each failure of the store
-    with progress(args.seeds, unit="seed") as bar:
+    with progress(len(seeds), unit="seed") as bar:
 
         def tell(seed: int, outcome: Outcome) -> None:
             bar.update(1)
             if outcome.problem:
                 bar.write(f"FAILED: {outcome.problem[:300]}\nreplay: --first {seed} --seeds 1")
 
-        total = play(range(args.first, args.first + args.seeds), tell=tell)
-    for name in ("seeds", "tokens", "wrong", *sorted(set(total) - {"seeds", "tokens", "wrong"})):
-        print(f"{name:26} {total[name]:,}")
+        total = play(seeds, tell=tell)
+    first = ("seeds", "tokens", "wrong")
+    return {name: total[name] for name in (*first, *sorted(set(total) - set(first)))}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.simulation.stores", description=__doc__)
+    parser.add_argument("--first", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=1000)
+    args = parser.parse_args()
+    total = simulate(range(args.first, args.first + args.seeds))
+    for what, times in total.items():
+        print(f"{what:26} {times:,}")
     return int(total["wrong"] > 0)
 
 
