@@ -25,7 +25,10 @@ MAX_NAMESPACE_CHARS = 1024  # per part
 
 
 class BlockStored(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Blocks after a parent, None at a prompt's start. vLLM's `extra_keys` hold the namespace."""
+    """Blocks after a parent, None at a prompt's start. vLLM's `extra_keys` hold the namespace.
+
+    `lora_name`: of our workers a digest of the adapter's weights.
+    """
 
     block_hashes: list[BlockHash]
     parent_block_hash: BlockHash | None
@@ -202,9 +205,9 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
     return ids.tobytes()
 
 
-def token_seed(adapter: bytes = b"", namespace: Sequence[str] = ()) -> bytes:
-    """The seed of ids. `adapter`: JSON of its name."""
-    return b"ids\0" + adapter + named(namespace)
+def token_seed(adapter: str = "", namespace: Sequence[str] = ()) -> bytes:
+    """The seed of ids. `adapter`: its `lora_name` in events."""
+    return b"ids\0" + (msgspec.json.encode(adapter) if adapter else b"") + named(namespace)
 
 
 def named(namespace: Sequence[str]) -> bytes:

@@ -4,8 +4,7 @@
       --begin_unload--> LEAVING --take_left, no user--> (absent)
   LOADING --fail_load--> (absent)
 
-Each load has a new *number*, so KV of old weights is never found under a reused name; 0 is the base
-model.
+Each load has a new *number*, as a name may be reused; 0 is the base model.
 """
 
 from collections.abc import Iterable

@@ -238,9 +238,8 @@ class LoadedAhead:
 
 @dataclass(slots=True, eq=False)
 class LowerTiers:
-    """`adapter`: digest. `keys`: of first whole pages. `prefetching`: in reading, until a time."""
+    """`keys`: of first whole pages. `prefetching`: in reading, until a time."""
 
-    adapter: str = ""
     keys: list[bytes] = field(default_factory=list)
     seed: bytes = b""
     prefetching: list[bytes] = field(default_factory=list)
@@ -265,6 +264,7 @@ class Request:
     grammar: Grammar | None = None  # advanced with every committed token
     keep_kv: bool = True  # others may find its KV; False after a failed step
     adapter: int = 0  # number of the adapter's load (engine/core/adapters.py); 0: base model
+    adapter_digest: str = ""  # of its weights: equal ones share KV
     stops: Stops | None = None  # advanced with its text; None: no stop strings and regexes
     serial: int = 0  # order of arrival
     vision: Vision = field(default_factory=Vision)
@@ -320,7 +320,7 @@ class Request:
     @property
     def branch(self) -> Branch:
         namespace = self.message.namespace
-        return Branch(self.adapter, namespace) if self.adapter or namespace else TRUNK
+        return Branch(self.adapter_digest, namespace) if self.adapter_digest or namespace else TRUNK
 
     @property
     def ended(self) -> bool:

@@ -34,7 +34,7 @@ class AdapterControl(LoopListener):
 
     store: AdapterStore | None = None
     max_loaded: InitVar[int | None] = None
-    forget_prefixes_of: Callable[[int], None] = lambda _: None
+    forget_prefixes_of: Callable[[str], None] = lambda _: None
     reply: Callable[[ControlReply], None] = lambda _: None
     wakeup: Callable[[], None] = lambda: None
 
@@ -65,7 +65,7 @@ class AdapterControl(LoopListener):
     def on_added(self, request: Request, now_s: float) -> None:
         if request.message.lora:
             request.adapter = self._adapters.acquire(request.rid, request.message.lora)
-            request.lower_tiers.adapter = self._digests[request.adapter]
+            request.adapter_digest = self._digests[request.adapter]
 
     def on_outputs(self, outputs: Sequence[TokenOutput], now_s: float) -> None:
         for output in outputs:
@@ -119,8 +119,9 @@ class AdapterControl(LoopListener):
     def _remove(self, name: str, number: int) -> None:
         assert self.store is not None
         self.store.remove(number)
-        del self._digests[number]
-        self.forget_prefixes_of(number)
+        digest = self._digests.pop(number)
+        if digest not in self._digests.values():
+            self.forget_prefixes_of(digest)
         log.info("adapter %r unloaded", name)
         self._accept(self._unloading.pop(name), f"unloaded the adapter {name!r}")
 

@@ -51,7 +51,7 @@ def test_what_prefill_computes_again_stays_in_its_namespace() -> None:
         assert not cache.root.children and cache.num_pages > 0
         for i, prompt in enumerate(prompts.values()):
             own, other = (
-                cache.num_cached(prompt, branch=Branch(0, space)) for space in (spaces[i % 2], spaces[1 - i % 2])
+                cache.num_cached(prompt, branch=Branch("", space)) for space in (spaces[i % 2], spaces[1 - i % 2])
             )
             assert own >= other == 0
 

@@ -73,7 +73,7 @@ def test_an_adapter_is_unloaded_when_its_last_request_has_ended() -> None:
     rig.ask("other", [1, 2, 3], 20, lora="b")
     rig.turns(1)
     live = rig.scheduler.stages.live
-    assert [live[rid].lower_tiers.adapter for rid in ("old", "other")] == [
+    assert [live[rid].adapter_digest for rid in ("old", "other")] == [
         "digest of weights of a",
         "digest of weights of b",
     ]

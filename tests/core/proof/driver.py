@@ -470,7 +470,7 @@ class Driver(EngineInATest):
     def _branch(self, request: Request) -> Branch:
         """By what was asked, whatever the core makes of it."""
         ask = self.lives[request.rid].ask
-        return Branch(ask.adapter, ask.namespace)
+        return Branch(str(ask.adapter or ""), ask.namespace)
 
     def _size(self, part: FeatureRows) -> int:
         """Count the tokens of its image."""
@@ -528,10 +528,11 @@ class Driver(EngineInATest):
         while paths:
             node, above, tokens, pages = paths.pop()
             branch = node.branch or above
-            self.model.verify(pages, tokens, adapter=branch.adapter)
+            adapter = int(branch.adapter or 0)
+            self.model.verify(pages, tokens, adapter=adapter)
             assert all(self.branch_of[page] == branch for page in node.pages), "a prefix of another namespace"
             if node.state:
-                self.model.verify_state(node.state, tokens, adapter=branch.adapter)
+                self.model.verify_state(node.state, tokens, adapter=adapter)
             self.model.verify_window(node.pages, node.window)
             paths += [(c, branch, [*tokens, *c.key], [*pages, *c.pages]) for c in node.children.values()]
 

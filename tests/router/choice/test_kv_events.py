@@ -255,7 +255,7 @@ def test_the_index_agrees_with_the_engines_tree_after_any_story(seed: int, page_
         tokens = [*base, *(rng.randrange(3) for _ in range(rng.randrange(600)))]
         tokens = tokens[: min(len(tokens), 60 * 16) // page_size * page_size]
         prompts.append(tokens)
-        branch = rng.choice([TRUNK, TRUNK, Branch(1), Branch(0, ("a",)), Branch(0, ("a", "b"))])
+        branch = rng.choice([TRUNK, TRUNK, Branch("x"), Branch("", ("a",)), Branch("", ("a", "b"))])
         num_pages = len(tokens) // page_size
         if (short := num_pages - allocator.num_free) > 0:
             cache.evict(short)
@@ -263,7 +263,7 @@ def test_the_index_agrees_with_the_engines_tree_after_any_story(seed: int, page_
         inserted = cache.insert(tokens, pages, branch=branch)
         allocator.free(pages[: inserted.existing])
         if rng.random() < 0.1:
-            cache.forget(1)
+            cache.forget("x")
         if rng.random() < 0.1:
             cache.flush()
         if rng.random() < 0.7:
@@ -274,7 +274,7 @@ def test_the_index_agrees_with_the_engines_tree_after_any_story(seed: int, page_
             assert told.on_message(seq, decode(encode_batch(batch))) is None
             assert told.num_tokens == cache.num_pages * page_size
             for prompt, namespace in itertools.product(prompts, ((), ("a",), ("a", "b"), ("ab",))):
-                cached = len(cache.match(prompt, branch=Branch(0, namespace)).pages) * page_size
+                cached = len(cache.match(prompt, branch=Branch("", namespace)).pages) * page_size
                 assert depths(index, keys_of(prompt, namespace)).get(0, 0) == cached // BLOCK_TOKENS
             index.check()
 
