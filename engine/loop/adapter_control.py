@@ -134,6 +134,9 @@ class AdapterControl(LoopListener):
         loaded = counts[AdapterState.READY] + counts[AdapterState.LEAVING]
         return {"num_loaded_loras": float(loaded), "num_used_loras": float(self._adapters.num_used)}
 
+    def digests(self) -> dict[str, str]:
+        return {name: self._digests[number] for name, number in self._adapters.numbers().items()}
+
     def check(self) -> None:
         self._adapters.check()
 

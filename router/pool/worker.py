@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import attrgetter
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from router.pool.active_calls import ActiveCall
 
 MAX_WORKERS = 16384  # per table
+NO_ADAPTERS: Mapping[str, str] = MappingProxyType({})
 
 
 class Role(StrEnum):
@@ -163,6 +165,7 @@ class Worker:
     prefix: PrefixHolder | None = None  # None: it gives and fetches no prefixes
     discovered: bool = False  # found by service discovery in each process
     models: tuple[str, ...] = ()  # served names, base first; empty if unknown
+    adapters: Mapping[str, str] = field(default_factory=dict)  # name -> that in KV events
     runtime_type: str | None = None  # VLLM (reports.py) or None
     circuit: Circuit = field(default_factory=Circuit)
     calls: dict["ActiveCall", None] = field(default_factory=dict)  # running, oldest first

@@ -205,7 +205,8 @@ class Dispatcher:
         for part in self._bodies[parsed.api]:
             if concerns(part, request.body):
                 parsed = await part.prepare(request)
-        request.hints = await self.chooser.hints(parsed, http.headers, size=size)
+        adapters = self.picker.table.models.adapters
+        request.hints = await self.chooser.hints(parsed, http.headers, adapters, size=size)
         named = rank_in(http.headers)
         request.dp_rank = named_dp_rank(parsed) if named is None else named
         request.headers = self._headers(request)

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
-from engine.core.mem_cache.radix_cache import Branch
 from engine.core.policy import NO_PRIORITIES, POLICIES, Priorities
 from engine.images import KEY_BYTES, ImageInput, key_ids
 from tests.core.guesses import KINDS as GUESSES
