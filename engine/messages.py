@@ -450,7 +450,7 @@ class StateReply(_Call, frozen=True):
     """Load, queues, totals since start (`counters`) and findings of `check()`.
 
     `transfer_paths`: to the newest decode workers. `avoided_encoders`: control addresses.
-    `adapters`: name -> digest.
+    `variants`: adapters by name, their digests.
     """
 
     role: str
@@ -464,7 +464,7 @@ class StateReply(_Call, frozen=True):
     problems: list[str]
     transfer_paths: list[TransferPath] = []
     avoided_encoders: list[str] = []
-    adapters: dict[str, str] = {}
+    variants: dict[str, str] = {}
 
 
 class StepInfo(msgspec.Struct, frozen=True):

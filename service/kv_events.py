@@ -25,10 +25,7 @@ MAX_NAMESPACE_CHARS = 1024  # per part
 
 
 class BlockStored(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Blocks after a parent, None at a prompt's start. vLLM's `extra_keys` hold the namespace.
-
-    `lora_name`: of our workers a digest of the adapter's weights.
-    """
+    """Blocks after a parent, None at a prompt's start. vLLM's `extra_keys` hold the namespace."""
 
     block_hashes: list[BlockHash]
     parent_block_hash: BlockHash | None
@@ -36,7 +33,7 @@ class BlockStored(msgspec.Struct, array_like=True, tag=True, frozen=True):
     block_size: int
     lora_id: int | None
     medium: str | None = None
-    lora_name: str | None = None
+    lora_name: str | None = None  # of our workers a digest, so that a name with other weights matches nothing
     extra_keys: Any = None
 
 
@@ -205,9 +202,9 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
     return ids.tobytes()
 
 
-def token_seed(adapter: str = "", namespace: Sequence[str] = ()) -> bytes:
-    """The seed of ids. `adapter`: its `lora_name` in events."""
-    return b"ids\0" + (msgspec.json.encode(adapter) if adapter else b"") + named(namespace)
+def token_seed(variant: str = "", namespace: Sequence[str] = ()) -> bytes:
+    """The seed of ids. `variant`: the `lora_name` of events."""
+    return b"ids\0" + (msgspec.json.encode(variant) if variant else b"") + named(namespace)
 
 
 def named(namespace: Sequence[str]) -> bytes:

@@ -273,7 +273,7 @@ class BackendUnavailable(Exception):
 class Work:
     """Prompt that prefill computes without sampling; with `share`, `namespace` may reuse the KV.
 
-    With `cached`, prefill sends only cached KV, which may be of an `adapter` (its digest).
+    With `cached`, prefill sends only cached KV, of the `variant` (an adapter's digest).
     `images`: `ImageInput`s in msgpack.
     """
 
@@ -283,7 +283,7 @@ class Work:
     namespace: tuple[str, ...] = ()
     cached: bool = False
     images: bytes = b""
-    adapter: str = ""
+    variant: str = ""
 
 
 @dataclass(frozen=True)

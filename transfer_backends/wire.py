@@ -114,7 +114,7 @@ class Recompute(_Message, frozen=True):
     tail: TailBytes = ()
     cached: bool = False
     images: Annotated[bytes, msgspec.Meta(max_length=MAX_IMAGE_BYTES)] = b""
-    adapter: Name = ""
+    variant: Name = ""
 
 
 class Status(_Message, frozen=True):

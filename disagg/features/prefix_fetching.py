@@ -26,7 +26,7 @@ from disagg.role import ReceivingPart
 from engine.core.mem_cache.radix_cache import Branch
 from engine.core.memory import Memory, match_limit
 from engine.core.outputs import StepEffects
-from engine.core.request import Request
+from engine.core.request import Request, Variant
 from engine.core.scheduler import Scheduler
 from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, GenerateRequest, PrefixSource, TokenOutput
 from transfer_backends.contract import Route, Tail, Work
@@ -263,8 +263,7 @@ class PrefixFetches(RequestTarget[PrefixFetch], ReceivingPart):
         if self._scheduler.lower_tier.is_settled(own, state=carrier.recurrent.slot):
             fetch.given_s = self.incoming.now_s
             fetch.tail = self._scheduler.memory.tail(carrier, carrier.num_tokens)
-            adapter, namespace = carrier.branch
-            work = Work(tokens=carrier.input_ids, namespace=namespace, cached=True, adapter=adapter)
+            work = Work(tokens=carrier.input_ids, cached=True, **carrier.branch._asdict())
             self.incoming.provide(fetch, own, skip_pages=carrier.shared_pages, work=work)
 
     def landed(self, fetch: PrefixFetch, first: FirstToken) -> str:
@@ -320,7 +319,7 @@ def _text_before_images(request: Request) -> int:
 def carrier_of(tokens: list[int], branch: Branch, *, rid: str, now_s: float) -> Request:
     return Request(
         message=GenerateRequest(rid, tokens, NOTHING, namespace=branch.namespace),
-        adapter_digest=branch.adapter,
+        variant=Variant(digest=branch.variant),
         arrived_s=now_s,
         prefill_only=True,
         admitted=True,

@@ -57,7 +57,7 @@ class PrefixServer(SendingPart):
             return False
         sender = self._manager.sender(wanted.room, room_attempt=wanted.room_attempt)
         rid = f"prefix-{wanted.room}-{wanted.room_attempt}"
-        branch = Branch(wanted.work.adapter, wanted.work.namespace)
+        branch = Branch(wanted.work.variant, wanted.work.namespace)
         carrier = carrier_of(list(wanted.work.tokens), branch, rid=rid, now_s=now_s)
         handover = PrefillHandover(carrier, wanted.room, moves_bytes=True, sender=sender, purpose=Purpose.PREFIX)
         refused = self._closed

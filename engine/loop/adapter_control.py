@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from engine.core.adapters import AdapterRefused, Adapters, AdapterState
 from engine.core.outputs import refused
-from engine.core.request import Request
+from engine.core.request import Request, Variant
 from engine.loop.listeners import LoopListener
 from engine.messages import ControlReply, FinishReason, GenerateRequest, LoadAdapter, TokenOutput, UnloadAdapter
 from service.flags import ConfigError
@@ -64,8 +64,8 @@ class AdapterControl(LoopListener):
 
     def on_added(self, request: Request, now_s: float) -> None:
         if request.message.lora:
-            request.adapter = self._adapters.acquire(request.rid, request.message.lora)
-            request.adapter_digest = self._digests[request.adapter]
+            number = self._adapters.acquire(request.rid, request.message.lora)
+            request.variant = Variant(number, self._digests[number])
 
     def on_outputs(self, outputs: Sequence[TokenOutput], now_s: float) -> None:
         for output in outputs:

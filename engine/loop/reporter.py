@@ -114,7 +114,7 @@ class Reporter:
                 **self.role.gauges(),
             },
             problems=self._problems,
-            adapters=self._adapters.digests(),
+            variants=self._adapters.digests(),
             **self.role.state(),
         )
 

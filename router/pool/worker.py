@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from router.pool.active_calls import ActiveCall
 
 MAX_WORKERS = 16384  # per table
-NO_ADAPTERS: Mapping[str, str] = MappingProxyType({})
+NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
 class Role(StrEnum):
@@ -134,6 +134,7 @@ class WorkerProcess:
     busy_s: float | None = None  # duration of its present step
     paused: str = ""  # mode of a pause (/pause_generation)
     layout: Layout | None = None  # of its KV; None if unknown
+    event_names: Mapping[str, str] = field(default_factory=dict)  # of adapters in KV events
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -165,7 +166,6 @@ class Worker:
     prefix: PrefixHolder | None = None  # None: it gives and fetches no prefixes
     discovered: bool = False  # found by service discovery in each process
     models: tuple[str, ...] = ()  # served names, base first; empty if unknown
-    adapters: Mapping[str, str] = field(default_factory=dict)  # name -> that in KV events
     runtime_type: str | None = None  # VLLM (reports.py) or None
     circuit: Circuit = field(default_factory=Circuit)
     calls: dict["ActiveCall", None] = field(default_factory=dict)  # running, oldest first

@@ -55,7 +55,7 @@ class Rig(LoopInATest):
         return {"adapters": self.adapters, "listeners": [self.adapters]}
 
     def _used(self) -> set[int]:
-        return {request.adapter for request in self.scheduler.stages.live.values() if request.finish is None}
+        return {request.variant.number for request in self.scheduler.stages.live.values() if request.finish is None}
 
     def load(self, name: str) -> None:
         self.tell(LoadAdapter(f"load-{name}", name, f"/{name}"))
@@ -73,7 +73,7 @@ def test_an_adapter_is_unloaded_when_its_last_request_has_ended() -> None:
     rig.ask("other", [1, 2, 3], 20, lora="b")
     rig.turns(1)
     live = rig.scheduler.stages.live
-    assert [live[rid].adapter_digest for rid in ("old", "other")] == [
+    assert [live[rid].variant.digest for rid in ("old", "other")] == [
         "digest of weights of a",
         "digest of weights of b",
     ]

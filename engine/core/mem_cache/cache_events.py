@@ -81,7 +81,7 @@ class CacheEvents(TreePart):
                 self._page_size,
                 None,
                 medium=MEDIUM,
-                lora_name=branch.adapter or None,
+                lora_name=branch.variant or None,
                 extra_keys=[branch.namespace] * len(hashes) if branch.namespace else None,
             )
         )

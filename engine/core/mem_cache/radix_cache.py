@@ -20,9 +20,9 @@ Rank = tuple[int, int]
 
 
 class Branch(NamedTuple):
-    """Prefix identity besides tokens: an adapter's digest (empty: base model), and namespace."""
+    """Prefix identity besides tokens: digest of an adapter (empty: base model), and namespace."""
 
-    adapter: str = ""
+    variant: str = ""
     namespace: tuple[str, ...] = ()
 
 
@@ -310,9 +310,9 @@ class RadixCache:
             freed += self._remove(leaf)
         return freed
 
-    def forget(self, adapter: str) -> None:
+    def forget(self, variant: str) -> None:
         """Free the branches of an unloaded adapter; locked nodes are evicted later."""
-        tops = [top for branch, top in self._tops.items() if adapter and branch.adapter == adapter]
+        tops = [top for branch, top in self._tops.items() if variant and branch.variant == variant]
         for node in reversed(list(self._nodes(tops))):  # reversed: leaves first
             if node.is_evictable:
                 self._remove(node)

@@ -276,7 +276,7 @@ def test_the_index_agrees_with_the_engines_tree_after_any_story(seed: int, page_
             others = Branch("x"), Branch("y"), Branch("", ("a",)), Branch("", ("a", "b")), Branch("", ("ab",))
             for prompt, of_one in itertools.product(prompts, (TRUNK, *others)):
                 cached = len(cache.match(prompt, branch=of_one).pages) * page_size
-                keys = keys_of(prompt, of_one.namespace, adapter=of_one.adapter)
+                keys = keys_of(prompt, of_one.namespace, adapter=of_one.variant)
                 assert depths(index, keys).get(0, 0) == cached // BLOCK_TOKENS
             index.check()
 
