@@ -450,7 +450,6 @@ class StateReply(_Call, frozen=True):
     """Load, queues, totals since start (`counters`) and findings of `check()`.
 
     `transfer_paths`: to the newest decode workers. `avoided_encoders`: control addresses.
-    `variants`: adapters by name, their digests.
     """
 
     role: str
@@ -464,7 +463,7 @@ class StateReply(_Call, frozen=True):
     problems: list[str]
     transfer_paths: list[TransferPath] = []
     avoided_encoders: list[str] = []
-    variants: dict[str, str] = {}
+    variants: dict[str, str] = {}  # adapters: name -> digest
 
 
 class StepInfo(msgspec.Struct, frozen=True):

@@ -270,28 +270,19 @@ def test_namespaces_do_not_mix() -> None:
     assert cluster.counter("prefix_fetched") == cluster.counter("prefix_fetches_refused") == 1
 
 
-def test_kv_of_an_adapter_comes_from_a_worker_with_the_same_weights() -> None:
-    """Others of this prompt have none: another adapter, perhaps of the same name, and the base model."""
+@pytest.mark.parametrize("warm", [0, 1000])
+def test_kv_comes_from_a_worker_with_the_same_adapter_alone(warm: int) -> None:
+    """Other weights may have its name."""
     loras = {"max_loras_per_batch": 2}
     cluster = PrefixCluster(both=loras, of_source=loras)
-    cluster.warm(PROMPT, adapter=1000)
-    adapters = {"same": 1000, "other": 2000, "base": 0}
+    cluster.warm(PROMPT, adapter=warm)
+    adapters = {"base": 0, "one": 1000, "other": 2000}
     for room, (rid, adapter) in enumerate(adapters.items(), 1):
         cluster.ask(rid, PROMPT, room, known=PREFIX, adapter=adapter)
     cluster.run(random.Random(9))
     assert_right(cluster, dict.fromkeys(adapters, PROMPT), adapters)
     assert cluster.counter("prefix_fetched") == 1 and cluster.counter("prefix_fetches_refused") == 2
     assert computed(cluster) == 3 * len(PROMPT) - PREFIX
-
-
-def test_kv_of_the_base_model_is_not_an_adapters() -> None:
-    loras = {"max_loras_per_batch": 1}
-    cluster = PrefixCluster(both=loras, of_source=loras)
-    cluster.warm(PROMPT)
-    cluster.ask("a", PROMPT, 1, known=PREFIX, adapter=1000)
-    cluster.run(random.Random(9))
-    assert_right(cluster, {"a": PROMPT}, {"a": 1000})
-    assert cluster.counter("prefix_fetches_refused") == 1
 
 
 def test_both_sides_bound_their_number() -> None:

@@ -150,6 +150,7 @@ def test_a_row_of_another_room_is_not_believed() -> None:
 def test_what_is_asked_is_checked() -> None:
     bounds = Bounds(vocab_size=10, context_length=3)
     assert why_not(Work(tokens=[0, 9]), bounds) is None
+    assert "of adapters" in (why_not(Work(tokens=[0], variant="digest"), bounds) or "")
     assert "context of 3" in (why_not(Work(tokens=[1, 2, 3, 4]), bounds) or "")
     for tokens in ([10], [-1], []):
         assert "between 0 and 9" in (why_not(Work(tokens=tokens), bounds) or "")
