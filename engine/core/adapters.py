@@ -114,9 +114,6 @@ class Adapters:
         """Name -> path, by load order."""
         return {a.name: a.path for a in self._by_name.values() if a.state is AdapterState.READY}
 
-    def numbers(self) -> dict[str, int]:
-        return {a.name: a.number for a in self._by_name.values() if a.state is AdapterState.READY}
-
     def counts(self) -> dict[AdapterState, int]:
         return {state: sum(a.state is state for a in self._by_name.values()) for state in AdapterState}
 

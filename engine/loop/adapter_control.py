@@ -40,7 +40,7 @@ class AdapterControl(LoopListener):
 
     def __post_init__(self, max_loaded: int | None) -> None:
         self._adapters = Adapters(max_loaded=max_loaded)
-        self._digests: dict[int, str] = {}  # by number
+        self.digests: dict[str, str] = {}  # by name
         self._reading: list[tuple[LoadAdapter, Future[Any]]] = []
         self._unloading: dict[str, str] = {}  # name -> waiting call
 
@@ -65,7 +65,7 @@ class AdapterControl(LoopListener):
     def on_added(self, request: Request, now_s: float) -> None:
         if request.message.lora:
             number = self._adapters.acquire(request.rid, request.message.lora)
-            request.variant = Variant(number, self._digests[number])
+            request.variant = Variant(number, self.digests[request.message.lora])
 
     def on_outputs(self, outputs: Sequence[TokenOutput], now_s: float) -> None:
         for output in outputs:
@@ -113,14 +113,14 @@ class AdapterControl(LoopListener):
     def _install(self, name: str, weights: Any) -> None:
         assert self.store is not None
         number = self._adapters.finish_load(name)
-        self._digests[number] = self.store.install(number, weights)
+        self.digests[name] = self.store.install(number, weights)
         log.info("adapter %r loaded", name)
 
     def _remove(self, name: str, number: int) -> None:
         assert self.store is not None
         self.store.remove(number)
-        digest = self._digests.pop(number)
-        if digest not in self._digests.values():
+        digest = self.digests.pop(name)
+        if digest not in self.digests.values():
             self.forget_prefixes_of(digest)
         log.info("adapter %r unloaded", name)
         self._accept(self._unloading.pop(name), f"unloaded the adapter {name!r}")
@@ -133,9 +133,6 @@ class AdapterControl(LoopListener):
         counts = self._adapters.counts()
         loaded = counts[AdapterState.READY] + counts[AdapterState.LEAVING]
         return {"num_loaded_loras": float(loaded), "num_used_loras": float(self._adapters.num_used)}
-
-    def digests(self) -> dict[str, str]:
-        return {name: self._digests[number] for name, number in self._adapters.numbers().items()}
 
     def check(self) -> None:
         self._adapters.check()

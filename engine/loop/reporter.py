@@ -114,7 +114,7 @@ class Reporter:
                 **self.role.gauges(),
             },
             problems=self._problems,
-            variants=self._adapters.digests(),
+            variants=dict(self._adapters.digests),
             **self.role.state(),
         )
 

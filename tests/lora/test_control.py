@@ -97,7 +97,7 @@ def test_prefixes_are_kept_while_an_adapter_of_these_weights_is_loaded() -> None
     rig = Rig()
     rig.load("a", "same")
     rig.load("b", "same")
-    assert rig.adapters.digests() == {"a": "digest of same", "b": "digest of same"}
+    assert rig.adapters.digests == {"a": "digest of same", "b": "digest of same"}
     rig.ask("r", list(range(9)), 1, lora="a")
     rig.settle()
     cache = rig.scheduler.memory.cache
@@ -105,7 +105,7 @@ def test_prefixes_are_kept_while_an_adapter_of_these_weights_is_loaded() -> None
         rig.tell(UnloadAdapter(f"unload-{name}", name))
         rig.turns(1)
         assert (cache.num_cached(list(range(9)), branch=Branch("digest of same")) > 0) is kept
-    assert rig.adapters.digests() == {}
+    assert rig.adapters.digests == {}
 
 
 @pytest.mark.parametrize("message", [LoadAdapter("c", "a", "/a"), UnloadAdapter("c", "a")])
