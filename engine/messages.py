@@ -463,6 +463,7 @@ class StateReply(_Call, frozen=True):
     problems: list[str]
     transfer_paths: list[TransferPath] = []
     avoided_encoders: list[str] = []
+    variants: dict[str, str] = {}  # adapters: name -> digest
 
 
 class StepInfo(msgspec.Struct, frozen=True):

@@ -33,7 +33,7 @@ class BlockStored(msgspec.Struct, array_like=True, tag=True, frozen=True):
     block_size: int
     lora_id: int | None
     medium: str | None = None
-    lora_name: str | None = None
+    lora_name: str | None = None  # of our workers a digest, so that a name with other weights matches nothing
     extra_keys: Any = None
 
 
@@ -202,9 +202,9 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
     return ids.tobytes()
 
 
-def token_seed(adapter: bytes = b"", namespace: Sequence[str] = ()) -> bytes:
-    """The seed of ids. `adapter`: JSON of its name."""
-    return b"ids\0" + adapter + named(namespace)
+def token_seed(variant: str = "", namespace: Sequence[str] = ()) -> bytes:
+    """The seed of ids. `variant`: the `lora_name` of events."""
+    return b"ids\0" + (msgspec.json.encode(variant) if variant else b"") + named(namespace)
 
 
 def named(namespace: Sequence[str]) -> bytes:

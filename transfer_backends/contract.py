@@ -273,7 +273,8 @@ class BackendUnavailable(Exception):
 class Work:
     """Prompt that prefill computes without sampling; with `share`, `namespace` may reuse the KV.
 
-    With `cached`, prefill sends only cached KV. `images`: `ImageInput`s in msgpack.
+    With `cached`, prefill sends only cached KV, of the `variant` (an adapter's digest).
+    `images`: `ImageInput`s in msgpack.
     """
 
     tokens: Sequence[int]
@@ -282,6 +283,7 @@ class Work:
     namespace: tuple[str, ...] = ()
     cached: bool = False
     images: bytes = b""
+    variant: str = ""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from service.kv_layout import MAX_POOLS, Count, Layout, Name, Text
 from transfer_backends.contract import KVArgs, RankMemory, Region
 from transfer_backends.liveness import ProcessMark
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 MAX_IMAGE_BYTES = 24 << 20  # in a Recompute
 MAX_FRAME_BYTES = (8 << 20) + MAX_IMAGE_BYTES
 MAX_PAGES = 1 << 20  # per transfer
@@ -114,6 +114,7 @@ class Recompute(_Message, frozen=True):
     tail: TailBytes = ()
     cached: bool = False
     images: Annotated[bytes, msgspec.Meta(max_length=MAX_IMAGE_BYTES)] = b""
+    variant: Name = ""
 
 
 class Status(_Message, frozen=True):

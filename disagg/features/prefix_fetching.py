@@ -23,9 +23,10 @@ from disagg.incoming import (
 )
 from disagg.metadata import FirstToken, MetadataBuffers
 from disagg.role import ReceivingPart
+from engine.core.mem_cache.radix_cache import Branch
 from engine.core.memory import Memory, match_limit
 from engine.core.outputs import StepEffects
-from engine.core.request import Request
+from engine.core.request import Request, Variant
 from engine.core.scheduler import Scheduler
 from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, GenerateRequest, PrefixSource, TokenOutput
 from transfer_backends.contract import Route, Tail, Work
@@ -186,7 +187,7 @@ class PrefixFetches(RequestTarget[PrefixFetch], ReceivingPart):
 
     def _fetch(self, request: Request, now_s: float) -> None:
         source = request.message.prefix_source
-        if request.adapter or not request.keep_kv:
+        if not request.keep_kv:
             return
         if (fetch := self._same(request)) is not None:
             self._wait(request, fetch)
@@ -219,7 +220,7 @@ class PrefixFetches(RequestTarget[PrefixFetch], ReceivingPart):
             return
         wait_s, busy = self._policy.wait_s(num_known - cached, now_s), len(self.incoming.transfers) >= MAX_FETCHES
         room = next(self._rooms)
-        carrier = carrier_of(tokens, request.message.namespace, rid=f"fetch-{room}", now_s=now_s)
+        carrier = carrier_of(tokens, request.branch, rid=f"fetch-{room}", now_s=now_s)
         if wait_s is None or busy or self._scheduler.refusal(carrier) is not None:
             self._counters["prefix_fetches_forgone"] += 1
             return
@@ -262,7 +263,7 @@ class PrefixFetches(RequestTarget[PrefixFetch], ReceivingPart):
         if self._scheduler.lower_tier.is_settled(own, state=carrier.recurrent.slot):
             fetch.given_s = self.incoming.now_s
             fetch.tail = self._scheduler.memory.tail(carrier, carrier.num_tokens)
-            work = Work(tokens=carrier.input_ids, namespace=carrier.message.namespace, cached=True)
+            work = Work(tokens=carrier.input_ids, cached=True, **carrier.branch._asdict())
             self.incoming.provide(fetch, own, skip_pages=carrier.shared_pages, work=work)
 
     def landed(self, fetch: PrefixFetch, first: FirstToken) -> str:
@@ -315,9 +316,10 @@ def _text_before_images(request: Request) -> int:
     return request.images[0].start if request.images else request.num_tokens
 
 
-def carrier_of(tokens: list[int], namespace: tuple[str, ...], *, rid: str, now_s: float) -> Request:
+def carrier_of(tokens: list[int], branch: Branch, *, rid: str, now_s: float) -> Request:
     return Request(
-        message=GenerateRequest(rid, tokens, NOTHING, namespace=namespace),
+        message=GenerateRequest(rid, tokens, NOTHING, namespace=branch.namespace),
+        variant=Variant(digest=branch.variant),
         arrived_s=now_s,
         prefill_only=True,
         admitted=True,

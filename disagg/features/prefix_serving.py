@@ -7,6 +7,7 @@ import msgspec
 from disagg.features.prefix_fetching import carrier_of
 from disagg.outgoing import Outgoing, PageSender, PrefillHandover, Purpose, Senders
 from disagg.role import PeerPart, SendingPart
+from engine.core.mem_cache.radix_cache import Branch
 from engine.core.outputs import output_of
 from engine.core.plan import ItemResult
 from engine.core.scheduler import Scheduler
@@ -56,7 +57,8 @@ class PrefixServer(SendingPart):
             return False
         sender = self._manager.sender(wanted.room, room_attempt=wanted.room_attempt)
         rid = f"prefix-{wanted.room}-{wanted.room_attempt}"
-        carrier = carrier_of(list(wanted.work.tokens), wanted.work.namespace, rid=rid, now_s=now_s)
+        branch = Branch(wanted.work.variant, wanted.work.namespace)
+        carrier = carrier_of(list(wanted.work.tokens), branch, rid=rid, now_s=now_s)
         handover = PrefillHandover(carrier, wanted.room, moves_bytes=True, sender=sender, purpose=Purpose.PREFIX)
         refused = self._closed
         if refused is None and len(self) >= MAX_SERVED:

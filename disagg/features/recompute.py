@@ -85,6 +85,8 @@ def _is_whole(image: ImageInput, vision: VisionConfig) -> bool:
 
 def why_not(work: Work, bounds: Bounds) -> str | None:
     """An error if this engine cannot compute the work."""
+    if work.variant:
+        return "prompts of adapters are computed where they are"
     if len(work.tokens) > bounds.context_length:
         return f"{len(work.tokens)} tokens exceed the context of {bounds.context_length}"
     if not (work.tokens and min(work.tokens) >= 0 and max(work.tokens) < bounds.vocab_size):

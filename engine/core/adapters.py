@@ -4,8 +4,7 @@
       --begin_unload--> LEAVING --take_left, no user--> (absent)
   LOADING --fail_load--> (absent)
 
-Each load has a new *number*, so KV of old weights is never found under a reused name; 0 is the base
-model.
+Each load has a new *number*, as a name may be reused; 0 is the base model.
 """
 
 from collections.abc import Iterable
@@ -146,15 +145,15 @@ class AdapterBudget:
         self._places = limits.max_loras_per_batch
         self._ending: int | None = None  # drains: takes no new requests
         self._promised: set[int] = set()  # at most one: gets the next free place
-        running = [r for r in growing if r.adapter]
-        self._used = {r.adapter for r in running}
+        running = [r for r in growing if r.variant.number]
+        self._used = {r.variant.number for r in running}
         overdue = self._overdue(waiting, limits.lora_drain_wait_s, now_s)
         if overdue is not None:
-            self._promised = {overdue.adapter}
+            self._promised = {overdue.variant.number}
             self._ending = _ends_soonest(running) if len(self._used) >= self._places else None
 
     def has_place(self, request: Request) -> bool:
-        adapter = request.adapter
+        adapter = request.variant.number
         if not adapter:
             return True
         if adapter in self._used:
@@ -163,8 +162,8 @@ class AdapterBudget:
 
     def take(self, request: Request) -> None:
         assert self.has_place(request)
-        if request.adapter:
-            self._used.add(request.adapter)
+        if request.variant.number:
+            self._used.add(request.variant.number)
 
     def _overdue(self, waiting: Iterable[Request], wait_s: float | None, now_s: float) -> Request | None:
         if wait_s is None:
@@ -172,7 +171,7 @@ class AdapterBudget:
         for request in waiting:
             if now_s - request.arrived_s < wait_s:
                 return None
-            if request.adapter and request.adapter not in self._used:
+            if request.variant.number and request.variant.number not in self._used:
                 return request
         return None
 
@@ -181,7 +180,7 @@ def _ends_soonest(running: list[Request]) -> int:
     left: dict[int, int] = {}
     for request in running:
         own = request.num_tokens - request.launched_len + request.samples_left
-        left[request.adapter] = max(own, left.get(request.adapter, 0))
+        left[request.variant.number] = max(own, left.get(request.variant.number, 0))
     return min(left, key=lambda adapter: (left[adapter], adapter))
 
 

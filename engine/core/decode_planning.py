@@ -52,7 +52,7 @@ def open_slot(request: Request, table: RequestTable) -> SlotOpen:
         prompt_ids=list(request.input_ids),
         output_ids=list(request.output_ids),
         eos_ids=tuple(sorted(request.eos_ids)),
-        adapter=request.adapter,
+        adapter=request.variant.number,
         state=request.recurrent.slot,
     )
 
@@ -141,7 +141,7 @@ class DecodePlanner:
         if self._state.limits.test_retract:
             self._retract_sometimes(ready)
         if self._state.limits.max_loras_per_batch:
-            ready.sort(key=lambda r: r.adapter)  # tokens of an adapter form one slice
+            ready.sort(key=lambda r: r.variant.number)  # tokens of an adapter form one slice
         return ready
 
     def _opens(self, ready: list[Request]) -> list[SlotOpen]:

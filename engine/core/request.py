@@ -11,7 +11,7 @@ Token positions by page (page_size 4, prompt of 6, two tokens generated, one in 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from engine.core.mem_cache.radix_cache import TRUNK, Branch, Node
 from engine.core.plan import Phase
@@ -236,11 +236,20 @@ class LoadedAhead:
         return self.end - self.begin
 
 
+class Variant(NamedTuple):
+    """An adapter's load (engine/core/adapters.py); equal digests share KV."""
+
+    number: int = 0  # base model
+    digest: str = ""
+
+
+BASE_MODEL = Variant()
+
+
 @dataclass(slots=True, eq=False)
 class LowerTiers:
-    """`adapter`: digest. `keys`: of first whole pages. `prefetching`: in reading, until a time."""
+    """`keys`: of first whole pages. `prefetching`: in reading, until a time."""
 
-    adapter: str = ""
     keys: list[bytes] = field(default_factory=list)
     seed: bytes = b""
     prefetching: list[bytes] = field(default_factory=list)
@@ -264,7 +273,7 @@ class Request:
     prefill_only: bool = False
     grammar: Grammar | None = None  # advanced with every committed token
     keep_kv: bool = True  # others may find its KV; False after a failed step
-    adapter: int = 0  # number of the adapter's load (engine/core/adapters.py); 0: base model
+    variant: Variant = BASE_MODEL
     stops: Stops | None = None  # advanced with its text; None: no stop strings and regexes
     serial: int = 0  # order of arrival
     vision: Vision = field(default_factory=Vision)
@@ -320,7 +329,7 @@ class Request:
     @property
     def branch(self) -> Branch:
         namespace = self.message.namespace
-        return Branch(self.adapter, namespace) if self.adapter or namespace else TRUNK
+        return Branch(self.variant.digest, namespace) if self.variant.digest or namespace else TRUNK
 
     @property
     def ended(self) -> bool:

@@ -73,7 +73,9 @@ class Departures:
                 self._stages.draining.append(request)  # until its copy is made
             else:
                 # A recompute request to prefill has no adapter: such requests resume here.
-                self._requeue(request, elsewhere=copy and self._state.limits.resume_elsewhere and not request.adapter)
+                self._requeue(
+                    request, elsewhere=copy and self._state.limits.resume_elsewhere and not request.variant.number
+                )
 
     def _requeue(self, request: Request, *, elsewhere: bool) -> None:
         self._give_back(request)

@@ -76,7 +76,7 @@ class HandoffRequests:
         return None
 
     def adapter_has_place(self, request: Request, now_s: float) -> bool:
-        if not request.adapter:
+        if not request.variant.number:
             return True
         return budget_of(self._stages, self._state.limits, now_s).has_place(request)
 

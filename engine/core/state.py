@@ -303,7 +303,7 @@ class SchedulerState:
 
     def refusal(self, request: Request) -> FinishReason | None:
         limits = self.limits
-        if request.message.lora and not request.adapter:
+        if request.message.lora and not request.variant.number:
             message = "lora_path: this server was started without --enable-lora"
             return FinishReason(kind="abort", message=message, status=400, field="lora_path")
         if request.rid in self.stages.live:
@@ -331,7 +331,7 @@ class SchedulerState:
         held = [p for r in requests for p in r.own_pages()]
         assert len(held) == len(set(held)) == allocator.counts()["held"], "held pages and owners differ"
         self.micro_batches.check(idle=not self.stages.live)
-        adapters = {r.adapter for r in self.stages.growing()} - {0}
+        adapters = {r.variant.number for r in self.stages.growing()} - {0}
         assert len(adapters) <= self.limits.max_loras_per_batch, "more adapters run than a batch may hold"
         for r in requests:
             assert r.launched_len <= len(r.pages) * allocator.page_size, f"{r.rid} has fewer pages than tokens in them"

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from engine.core.adapters import AdapterRefused, Adapters, AdapterState
 from engine.core.outputs import refused
-from engine.core.request import Request
+from engine.core.request import Request, Variant
 from engine.loop.listeners import LoopListener
 from engine.messages import ControlReply, FinishReason, GenerateRequest, LoadAdapter, TokenOutput, UnloadAdapter
 from service.flags import ConfigError
@@ -34,13 +34,13 @@ class AdapterControl(LoopListener):
 
     store: AdapterStore | None = None
     max_loaded: InitVar[int | None] = None
-    forget_prefixes_of: Callable[[int], None] = lambda _: None
+    forget_prefixes_of: Callable[[str], None] = lambda _: None
     reply: Callable[[ControlReply], None] = lambda _: None
     wakeup: Callable[[], None] = lambda: None
 
     def __post_init__(self, max_loaded: int | None) -> None:
         self._adapters = Adapters(max_loaded=max_loaded)
-        self._digests: dict[int, str] = {}  # by number
+        self.digests: dict[str, str] = {}  # by name
         self._reading: list[tuple[LoadAdapter, Future[Any]]] = []
         self._unloading: dict[str, str] = {}  # name -> waiting call
 
@@ -64,8 +64,8 @@ class AdapterControl(LoopListener):
 
     def on_added(self, request: Request, now_s: float) -> None:
         if request.message.lora:
-            request.adapter = self._adapters.acquire(request.rid, request.message.lora)
-            request.lower_tiers.adapter = self._digests[request.adapter]
+            number = self._adapters.acquire(request.rid, request.message.lora)
+            request.variant = Variant(number, self.digests[request.message.lora])
 
     def on_outputs(self, outputs: Sequence[TokenOutput], now_s: float) -> None:
         for output in outputs:
@@ -113,14 +113,15 @@ class AdapterControl(LoopListener):
     def _install(self, name: str, weights: Any) -> None:
         assert self.store is not None
         number = self._adapters.finish_load(name)
-        self._digests[number] = self.store.install(number, weights)
+        self.digests[name] = self.store.install(number, weights)
         log.info("adapter %r loaded", name)
 
     def _remove(self, name: str, number: int) -> None:
         assert self.store is not None
         self.store.remove(number)
-        del self._digests[number]
-        self.forget_prefixes_of(number)
+        digest = self.digests.pop(name)
+        if digest not in self.digests.values():
+            self.forget_prefixes_of(digest)
         log.info("adapter %r unloaded", name)
         self._accept(self._unloading.pop(name), f"unloaded the adapter {name!r}")
 

@@ -114,6 +114,7 @@ class Reporter:
                 **self.role.gauges(),
             },
             problems=self._problems,
+            variants=dict(self._adapters.digests),
             **self.role.state(),
         )
 

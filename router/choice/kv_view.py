@@ -135,11 +135,11 @@ class TokenBlocks:
         return run, count - 1
 
     def _before(self, event: BlockStored) -> _Block:
-        """The parent block, unknown for adapters, which requests may name otherwise."""
-        if event.lora_id is not None or event.lora_name is not None:
+        """The parent block, unknown for adapters without name."""
+        if event.lora_id is not None and event.lora_name is None:
             return _UNKNOWN
         if event.parent_block_hash is None:
-            return _Run(0, links=(open_chain(token_seed(namespace=_namespace(event))),)), -1
+            return _Run(0, links=(open_chain(token_seed(event.lora_name or "", _namespace(event))),)), -1
         return self._blocks.get(event.parent_block_hash) or _UNKNOWN
 
 
@@ -227,12 +227,10 @@ class NamedBlocks:
         self.num_tokens = 0
 
     def store(self, event: BlockStored | NamesStored) -> None:
-        """Add blocks, except of adapters, which requests may name otherwise."""
         assert isinstance(event, NamesStored)
         self._size = event.block_size
         self.num_tokens += self._size * len(event.block_hashes)
-        if event.lora_id is None and event.lora_name is None:
-            self._index.store_all(self._worker_id, block_names(event.block_hashes, self._size))
+        self._index.store_all(self._worker_id, block_names(event.block_hashes, self._size))
 
     def remove(self, event: BlockRemoved | NamesRemoved) -> None:
         assert isinstance(event, NamesRemoved)

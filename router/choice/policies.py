@@ -23,7 +23,7 @@ from router.body import FIRST_RESPONSE_FIELD, ParsedBody
 from router.choice.prefix_index import Data, PrefixIndex, PrefixMatch, keyed_prompt
 from router.choice.where import PageSource
 from router.config import ChoiceFlags
-from router.pool.worker import MAX_WORKERS, Pool, Role, Worker, worker_id_of
+from router.pool.worker import MAX_WORKERS, NO_NAMES, Pool, Role, Worker, worker_id_of
 from service.http.errors import decode_or_none
 from service.http.guard import MAX_SESSION_CHARS, SESSION_HEADER
 from service.kv_events import BLOCK_BYTES, BLOCK_TOKENS
@@ -295,14 +295,18 @@ class Chooser:
         self.needs_keys = any(policy.needs_keys for policy in policies.values())
         self.needs_session = any(policy.needs_session for policy in policies.values())
 
-    async def hints(self, parsed: ParsedBody, headers: Mapping[str, str], *, size: int) -> RoutingHints:
+    async def hints(
+        self, parsed: ParsedBody, headers: Mapping[str, str], event_names: Mapping[str, str], *, size: int
+    ) -> RoutingHints:
         """The hints of a body of `size` bytes; a thread reads a long one."""
         if not (self.needs_keys or self.needs_session):
             return RoutingHints(prompt_tokens=parsed.prompt_tokens, output_tokens=parsed.output_tokens)
-        return await BODIES.run(partial(self.hints_of, parsed, headers), size=size)
+        return await BODIES.run(partial(self.hints_of, parsed, headers, event_names), size=size)
 
-    def hints_of(self, parsed: ParsedBody, headers: Mapping[str, str]) -> RoutingHints:
-        keys, data = keyed_prompt(parsed) if self.needs_keys else ((), b"")
+    def hints_of(
+        self, parsed: ParsedBody, headers: Mapping[str, str], event_names: Mapping[str, str] = NO_NAMES
+    ) -> RoutingHints:
+        keys, data = keyed_prompt(parsed, event_names) if self.needs_keys else ((), b"")
         return RoutingHints(
             prompt_tokens=parsed.prompt_tokens,
             output_tokens=parsed.output_tokens,

@@ -18,7 +18,7 @@ from itertools import count
 import msgspec
 
 from router.body import CHATS, ParsedBody, prompt_of
-from router.pool.worker import SharedStore
+from router.pool.worker import NO_NAMES, SharedStore
 from service.http.errors import JSON_ERRORS, decode_or_none
 from service.kv_events import (
     BLOCK_BYTES,
@@ -291,11 +291,11 @@ def chain(seed: bytes, data: bytes | memoryview) -> list[int]:
     return keys
 
 
-def keyed_prompt(parsed: ParsedBody) -> tuple[list[int], Data]:
+def keyed_prompt(parsed: ParsedBody, event_names: Mapping[str, str] = NO_NAMES) -> tuple[list[int], Data]:
     """A prompt's keys and their data: of a batch of ids its first prompt, of a batch of texts all.
 
     They hash the prompt's JSON text or token ids; without a tokenizer, only ids match workers'
-    events. Prompts below a block (128 tokens) have no key.
+    events. Prompts below a block (128 tokens) have no key. `event_names`: of adapters.
     """
     fields, prompt = parsed.fields, memoryview(prompt_of(parsed.api, parsed.fields))
     if parsed.api in CHATS:
@@ -304,15 +304,17 @@ def keyed_prompt(parsed: ParsedBody) -> tuple[list[int], Data]:
         seed = b"\0".join((_text(fields, "model"), _text(fields, "lora_path"), _text(fields, "tools")))
         seed += named(_namespace(fields))
         return chain(parsed.api.encode() + b"\0" + seed, prompt), prompt
-    return _plain_keys(fields, prompt)
+    return _plain_keys(fields, prompt, event_names)
 
 
-def _plain_keys(fields: dict[str, msgspec.Raw], prompt: memoryview) -> tuple[list[int], Data]:
+def _plain_keys(
+    fields: dict[str, msgspec.Raw], prompt: memoryview, event_names: Mapping[str, str]
+) -> tuple[list[int], Data]:
     """Keys of text (starts with a quote), ids (with a digit), or a batch in brackets."""
     start = bytes(prompt[:64]).lstrip(b"[ \t\r\n")
     if start[:1].isdigit():
         data: Data = _first_ids(prompt)
-        return chain(token_seed(_text(fields, "lora_path"), _namespace(fields)), data), data
+        return chain(token_seed(_variant(fields, event_names), _namespace(fields)), data), data
     if start[:1] != b'"':
         return [], b""
     data = prompt[min(len(prompt), 64) - len(start) :]
@@ -326,6 +328,13 @@ def _first_ids(prompt: memoryview) -> bytes:
         return token_bytes(_batch_decoder.decode(prompt)[0] if is_batch else _ids_decoder.decode(prompt))
     except (*JSON_ERRORS, OverflowError, IndexError):
         return b""
+
+
+def _variant(fields: dict[str, msgspec.Raw], event_names: Mapping[str, str]) -> str:
+    lora, model = (_first_string(fields.get(name)) or "" for name in ("lora_path", "model"))
+    ends = (model, model.rpartition(":")[2])  # ADAPTER or BASE:ADAPTER
+    name = lora or next((end for end in ends if end in event_names), "")
+    return event_names.get(name, name)
 
 
 def _namespace(fields: dict[str, msgspec.Raw]) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ from router.pool.reports import (
     why_draining,
 )
 from router.pool.worker import PAIR, LoadReport, Role, Worker
-from router.pool.workers import WorkerTable, has_adapters, parse_models, reports_models
+from router.pool.workers import WorkerTable, has_adapters, parse_event_names, parse_models, reports_models
 from service.http.listening import url_of, why_unreachable
 from service.kv_layout import read_layout
 from service.waiter import end_tasks, loop_time_s
@@ -376,7 +376,7 @@ class HealthMonitor:
             if error or not isinstance(model_info, dict):
                 return error or NO_WORKER
         worker.runtime_type = runtime_of(info, listed)
-        self.table.on_models(worker, parse_models(info, listed))
+        self.table.on_models(worker, parse_models(info, listed), parse_event_names(info, listed))
         return ""
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import attrgetter
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from router.pool.active_calls import ActiveCall
 
 MAX_WORKERS = 16384  # per table
+NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
 class Role(StrEnum):
@@ -132,6 +134,7 @@ class WorkerProcess:
     busy_s: float | None = None  # duration of its present step
     paused: str = ""  # mode of a pause (/pause_generation)
     layout: Layout | None = None  # of its KV; None if unknown
+    event_names: Mapping[str, str] = field(default_factory=dict)  # of adapters in KV events
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

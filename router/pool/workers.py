@@ -13,6 +13,7 @@ from router.pool.pairs import Group, fits, groups_of, misfits_of
 from router.pool.shared_load import SharedLoad
 from router.pool.worker import (
     MAX_WORKERS,
+    NO_NAMES,
     PAIR,
     UNIFIED,
     BootstrapAddress,
@@ -54,16 +55,20 @@ class Catalogue:
     bases: Names = ()
     names: Names = ()
     owners: Mapping[str, Names] = field(default_factory=dict)
+    event_names: Mapping[str, str] = field(default_factory=dict)  # of adapters; the name if workers differ
 
     @classmethod
-    def of(cls, workers: Iterable[Names]) -> "Catalogue":
+    def of(cls, workers: Iterable[Names], variants: Iterable[Mapping[str, str]] = ()) -> "Catalogue":
         known = [names for names in workers if names]
         owners: dict[str, dict[str, None]] = {}
         for names in known:
             for name in names:
                 owners.setdefault(name, {})[names[0]] = None
         bases = dict.fromkeys(names[0] for names in known)
-        return cls(tuple(bases), tuple(owners), {name: tuple(of_name) for name, of_name in owners.items()})
+        events: dict[str, str] = {}
+        for name, key in chain.from_iterable(of_worker.items() for of_worker in variants):
+            events[name] = key if events.setdefault(name, key) == key else name
+        return cls(tuple(bases), tuple(owners), {name: tuple(of_name) for name, of_name in owners.items()}, events)
 
     @property
     def several(self) -> bool:
@@ -113,6 +118,14 @@ def parse_models(info: object, listed: object) -> Names:
         names += [info[key] for key in ("served_model_name", "model_path") if isinstance(info.get(key), str)]
     names += [row["id"] for row in _rows(listed)]
     return tuple(dict.fromkeys(name for name in names if name))[:MAX_NAMES]
+
+
+def parse_event_names(info: object, listed: object) -> dict[str, str]:
+    """Names of adapters in KV events: digests, or their own."""
+    found = info.get("adapters") if isinstance(info, dict) else None
+    digests = found if isinstance(found, dict) else {}
+    names = [row["id"] for row in _rows(listed)[:MAX_NAMES] if row.get("parent")]
+    return {name: str(digests.get(name, name)) for name in names}
 
 
 def has_adapters(info: object) -> bool:
@@ -372,9 +385,9 @@ class WorkerTable:
             worker.process.layout = layout
             self._on_change()
 
-    def on_models(self, worker: Worker, names: tuple[str, ...]) -> None:
-        if names != worker.models:
-            worker.models, self._models = names, None
+    def on_models(self, worker: Worker, names: tuple[str, ...], event_names: Mapping[str, str] = NO_NAMES) -> None:
+        if (names, event_names) != (worker.models, worker.process.event_names):
+            worker.models, worker.process.event_names, self._models = names, event_names, None
             self._on_change()
 
     def on_whole(self, worker: Worker, serves_whole: bool) -> None:
@@ -390,7 +403,8 @@ class WorkerTable:
     @property
     def models(self) -> Catalogue:
         if self._models is None:
-            self._models = Catalogue.of(w.models for w in self._workers.values() if w.role is not Role.ENCODE)
+            workers = [w for w in self._workers.values() if w.role is not Role.ENCODE]
+            self._models = Catalogue.of([w.models for w in workers], [w.process.event_names for w in workers])
         return self._models
 
     def _forget(self, worker: Worker) -> None:

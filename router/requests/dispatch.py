@@ -205,7 +205,8 @@ class Dispatcher:
         for part in self._bodies[parsed.api]:
             if concerns(part, request.body):
                 parsed = await part.prepare(request)
-        request.hints = await self.chooser.hints(parsed, http.headers, size=size)
+        names = self.picker.table.models.event_names
+        request.hints = await self.chooser.hints(parsed, http.headers, names, size=size)
         named = rank_in(http.headers)
         request.dp_rank = named_dp_rank(parsed) if named is None else named
         request.headers = self._headers(request)

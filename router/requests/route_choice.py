@@ -173,7 +173,7 @@ class RouteChooser:
 
 
 def _may_give(source: Worker, to: Worker) -> bool:
-    return source.prefix is not None and source.answers and not source.leaving and source.models == to.models
+    return source.prefix is not None and source.answers and not source.leaving and source.model == to.model
 
 
 def _longest(

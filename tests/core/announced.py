@@ -34,7 +34,7 @@ class Announced:
 
     def _store(self, event: BlockStored) -> None:
         namespace = () if event.extra_keys is None else event.extra_keys[0]
-        branch, before = Branch(event.lora_id or 0, namespace), tuple[int, ...]()
+        branch, before = Branch(event.lora_name or "", namespace), tuple[int, ...]()
         if event.parent_block_hash is not None:
             branch, before = self._prefixes[event.parent_block_hash]
         for i, name in enumerate(event.block_hashes):

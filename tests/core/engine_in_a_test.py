@@ -7,7 +7,7 @@ from typing import Any
 from engine.core.mem_cache.conversations import ConversationPages
 from engine.core.outputs import StepEffects
 from engine.core.plan import ItemResult, Phase, Plan, PlanItem, StepResult
-from engine.core.request import LowerTiers, Request
+from engine.core.request import Request, Variant
 from engine.messages import FinishReason, GenerateRequest, TokenOutput
 from engine.sampling_params import SamplingParams
 from tests.core.engine_setup import EngineSetup
@@ -31,7 +31,8 @@ def request_of(prompt: list[int], *, generated: int = 0, eos: int | None = None,
 
 def new_request(**values: Any) -> Request:
     """A request of these fields: of the frontend's message, and of the scheduler's own."""
-    values.setdefault("lower_tiers", LowerTiers(adapter=str(values.get("adapter") or "")))
+    if number := values.pop("adapter", 0):
+        values["variant"] = Variant(number, str(number))
     sent = {name: values.pop(name) for name in GenerateRequest.__struct_fields__ if name in values}
     return Request(message=GenerateRequest(**sent), **values)
 

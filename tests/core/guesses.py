@@ -40,7 +40,7 @@ class Guesses:
         self._random = random.Random(3)
 
     def draft(self, request: Request) -> Draft:
-        value = prefix_hash(request.tokens(0, request.num_tokens), self._model.weights + request.adapter)
+        value = prefix_hash(request.tokens(0, request.num_tokens), self._model.weights + request.variant.number)
         guesses = []
         for _ in range(self._random.randint(0, self._most)):
             right = next_token(value)

@@ -236,7 +236,7 @@ def test_each_adapter_sees_its_own_kv_only_in_any_batch(
             engine.turn()
             engine.now_s += 1.0
         if rng.random() < 0.3:
-            engine.scheduler.memory.cache.forget(rng.randint(1, 4))
+            engine.scheduler.memory.cache.forget(str(rng.randint(1, 4)))
     engine.run()
     assert engine.tokens == {rid: expected_tokens(p, n, adapter=a) for rid, (p, n, a) in asked.items()}
     for plan in engine.plans:

@@ -1,8 +1,9 @@
 """Prefixes that a prefill worker gets from another one: every interleaving a seed can draw, in one thread."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -30,8 +31,11 @@ PROMPT = [i * 7 % 50 for i in range(70)]
 PREFIX = (len(PROMPT) - 1) // 4 * 4  # whole pages
 
 
-def assert_right(cluster: PrefixCluster, prompts: dict[str, list[int]], new: int = 4) -> None:
-    assert cluster.decode.tokens == {rid: expected_tokens(p, new) for rid, p in prompts.items()}
+def assert_right(
+    cluster: PrefixCluster, prompts: dict[str, list[int]], adapters: Mapping[str, int] = MappingProxyType({})
+) -> None:
+    right = {rid: expected_tokens(p, 4, adapter=adapters.get(rid, 0)) for rid, p in prompts.items()}
+    assert cluster.decode.tokens == right
     cluster.assert_all_back()
 
 
@@ -266,6 +270,21 @@ def test_namespaces_do_not_mix() -> None:
     assert cluster.counter("prefix_fetched") == cluster.counter("prefix_fetches_refused") == 1
 
 
+@pytest.mark.parametrize("warm", [0, 1000])
+def test_kv_comes_from_a_worker_with_the_same_adapter_alone(warm: int) -> None:
+    """Other weights may have its name."""
+    loras = {"max_loras_per_batch": 2}
+    cluster = PrefixCluster(both=loras, of_source=loras)
+    cluster.warm(PROMPT, adapter=warm)
+    adapters = {"base": 0, "one": 1000, "other": 2000}
+    for room, (rid, adapter) in enumerate(adapters.items(), 1):
+        cluster.ask(rid, PROMPT, room, known=PREFIX, adapter=adapter)
+    cluster.run(random.Random(9))
+    assert_right(cluster, dict.fromkeys(adapters, PROMPT), adapters)
+    assert cluster.counter("prefix_fetched") == 1 and cluster.counter("prefix_fetches_refused") == 2
+    assert computed(cluster) == 3 * len(PROMPT) - PREFIX
+
+
 def test_both_sides_bound_their_number() -> None:
     cluster = PrefixCluster(pages=(900, 900, 900), both={"max_queued": 99})
     prompts = {f"r{i}": [i, *PROMPT] for i in range(MAX_FETCHES + 2)}
@@ -320,18 +339,20 @@ def test_a_host_tier_and_prefixes_of_others_go_together(seed: int, policy: str) 
     def tier() -> HostCache:
         return HostCache(room=TierRoom(60), identity=identity(), write_policy=policy)
 
-    both = {"lag": True, "depth": 2}
-    cluster = PrefixCluster(pages=(26, 30, 200), prefill={"host": tier(), **both}, of_source={"host": tier(), **both})
+    lag, loras = {"lag": True, "depth": 2}, {"max_loras_per_batch": 1}
+    tiers = {"prefill": {"host": tier(), **lag}, "of_source": {"host": tier(), **lag, **loras}}
+    cluster = PrefixCluster(pages=(26, 30, 200), both=loras, **tiers)
     rng = random.Random(seed)
     prompts = {f"r{i}": [i % 3, *PROMPT[: 40 + i]] for i in range(9)}
-    for prompt in prompts.values():
-        cluster.warm(prompt)
+    adapters = {f"r{i}": 1000 * (i % 2) for i in range(9)}
+    for rid, prompt in prompts.items():
+        cluster.warm(prompt, adapter=adapters[rid])
     for i, (rid, prompt) in enumerate(prompts.items()):
-        cluster.ask(rid, prompt, 1 + i, known=len(prompt) // 4 * 4)
+        cluster.ask(rid, prompt, 1 + i, known=len(prompt) // 4 * 4, adapter=adapters[rid])
         for _ in range(rng.randrange(40)):
             cluster.step(rng)
     cluster.run(rng)
-    assert_right(cluster, prompts)
+    assert_right(cluster, prompts, adapters)
     assert cluster.counter("prefix_fetched") > 0
 
 

@@ -51,7 +51,7 @@ def test_what_prefill_computes_again_stays_in_its_namespace() -> None:
         assert not cache.root.children and cache.num_pages > 0
         for i, prompt in enumerate(prompts.values()):
             own, other = (
-                cache.num_cached(prompt, branch=Branch(0, space)) for space in (spaces[i % 2], spaces[1 - i % 2])
+                cache.num_cached(prompt, branch=Branch("", space)) for space in (spaces[i % 2], spaces[1 - i % 2])
             )
             assert own >= other == 0
 
@@ -150,6 +150,7 @@ def test_a_row_of_another_room_is_not_believed() -> None:
 def test_what_is_asked_is_checked() -> None:
     bounds = Bounds(vocab_size=10, context_length=3)
     assert why_not(Work(tokens=[0, 9]), bounds) is None
+    assert "of adapters" in (why_not(Work(tokens=[0], variant="digest"), bounds) or "")
     assert "context of 3" in (why_not(Work(tokens=[1, 2, 3, 4]), bounds) or "")
     for tokens in ([10], [-1], []):
         assert "between 0 and 9" in (why_not(Work(tokens=tokens), bounds) or "")

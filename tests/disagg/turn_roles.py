@@ -14,6 +14,7 @@ from disagg.features.prefix_fetching import FETCH_ATTEMPT
 from disagg.features.prefix_serving import PrefixRequests
 from disagg.metadata import MetadataBuffers
 from disagg.role import ManagerOfParts
+from engine.core.mem_cache.radix_cache import Branch
 from engine.messages import KVSource, PrefixSource
 from tests.core.announced import Announced
 from tests.core.hash_model import expected_tokens
@@ -30,6 +31,7 @@ class Conversation:
     tokens: list[int] = field(default_factory=list)
     num_known: int = 0
     turns: int = 0
+    adapter: int = 0
     ask: Ask | None = None
     cached: list[tuple[int, int]] = field(default_factory=list)  # of each turn: found, and at least expected
 
@@ -74,19 +76,22 @@ class Turns(Trio):
         assert talk.ask is None, "its last turn has not ended"
         talk.tokens += words
         talk.turns += 1
-        talk.ask = self.submit(f"{name}{talk.turns}", list(talk.tokens), new=new, at=at, whole=whole)
+        asked: dict[str, object] = {"adapter": talk.adapter} if talk.adapter else {}
+        talk.ask = self.submit(f"{name}{talk.turns}", list(talk.tokens), new=new, at=at, whole=whole, **asked)
 
     def _add(self, name: str, ask: Ask, room: int | None, source: KVSource | None) -> None:
         computes = name == "p" or (ask.whole and source is None)
-        ask.wishes["prefix_source"] = self.holder(ask.prompt + ask.tokens, like=name) if computes else None
+        branch = Branch(str(ask.wishes.get("adapter") or ""))
+        ask.wishes["prefix_source"] = self.holder(ask.prompt + ask.tokens, branch, like=name) if computes else None
         super()._add(name, ask, room, source)
         del ask.wishes["prefix_source"]
 
-    def holder(self, tokens: Sequence[int], *, like: str) -> PrefixSource | None:
+    def holder(self, tokens: Sequence[int], branch: Branch, *, like: str) -> PrefixSource | None:
         """The engine but `like` that holds most of it."""
         self.listen()
         others = [name for name in NAMES if name != like]
-        pages = {name: self.announced[name].num_pages(tokens, page_size=self.page_size) for name in others}
+        size = self.page_size
+        pages = {name: self.announced[name].num_pages(tokens, page_size=size, branch=branch) for name in others}
         best = max(pages, key=lambda name: pages[name])
         return PrefixSource(best, best, pages[best] * self.page_size) if pages[best] else None
 
@@ -108,7 +113,7 @@ class Turns(Trio):
     def _end_turn(self, talk: Conversation, ask: Ask) -> None:
         if ask.finish is not None and ask.finish.kind == "abort":
             self.abort(ask.rid)  # a half that was refused has another one
-        assert ask.tokens == expected_tokens(ask.prompt, len(ask.tokens)), talk.name
+        assert ask.tokens == expected_tokens(ask.prompt, len(ask.tokens), adapter=talk.adapter), talk.name
         if ask.tokens:
             found = next(out.cached_tokens for out in self.outputs_of(ask) if out.new_ids)
             size = self.page_size
@@ -165,6 +170,7 @@ class TurnStory:
 
 
 ROOMY = 2000
+ADAPTERS = (0, 1000, 2000)  # of conversations
 
 
 def turn_stories(*, roomy: bool) -> st.SearchStrategy[TurnStory]:
@@ -196,7 +202,7 @@ def play(story: TurnStory) -> Counter[str]:
             pages=tuple(count // story.page_size for count in (story.room[0], *story.room[1:] * 2)),
             page_size=story.page_size,
             depth=story.depth,
-            both={"lag": story.lag, "conservativeness": 0.0, "clip": 0},
+            both={"lag": story.lag, "conservativeness": 0.0, "clip": 0, "max_loras_per_batch": 2},
             decode={"resume_elsewhere": story.resume_elsewhere},
         ),
         random.Random(story.seed),
@@ -205,7 +211,7 @@ def play(story: TurnStory) -> Counter[str]:
     for event in story.events:
         which = event.n % 3
         name = f"{'cde'[which]}{books[which]}-"
-        talk = turns.conversations.get(name, Conversation(name))
+        talk = turns.conversations.setdefault(name, Conversation(name, adapter=ADAPTERS[which]))
         if event.kind == "go":
             for _ in range(3 * event.n):
                 turns.step(rng)

@@ -46,7 +46,14 @@ def conversation(seed: int, *, first: int = 600, words: int = 40, new: int = 150
 
 
 async def ask_pair(
-    prefill: Worker, decode: Worker, turn: Turn, *, known: int, secret: bytes, source: Worker | None = None
+    prefill: Worker,
+    decode: Worker,
+    turn: Turn,
+    *,
+    known: int,
+    secret: bytes,
+    source: Worker | None = None,
+    lora: str | None = None,
 ) -> dict[str, Any]:
     """What decode answers; prefill is told that `source`, by default decode, has `known` tokens."""
     source = source or decode
@@ -55,6 +62,7 @@ async def ask_pair(
     body = {
         "input_ids": turn.prompt,
         "sampling_params": sampling,
+        "lora_path": lora,
         "bootstrap_host": "127.0.0.1",
         "bootstrap_port": infos[prefill]["disaggregation_bootstrap_port"],
         "bootstrap_room": ROOMS.getrandbits(60) + 1,

@@ -12,7 +12,7 @@ import torch
 from engine.config import EngineConfig
 from engine.core.mem_cache.host_cache import HostCache
 from engine.core.plan import PageCopy, Plan, PlanItem
-from engine.core.request import LowerTiers
+from engine.core.request import Variant
 from engine.flags.hicache import ahead_pages, host_pages
 from engine.flags.resolve import backup_pages, resolve
 from engine.kv.cache_spec import CacheSpec
@@ -145,7 +145,7 @@ def test_an_adapter_finds_its_kv_by_its_weights(checkpoint: str, tmp_path: Path)
             assert isinstance(store, LoraStore)
             for number, path in enumerate(worker, 1):
                 digest = store.install(number, store.read(path))
-                engine.add(path, PROMPTS[0], adapter=number, wanted={"lower_tiers": LowerTiers(adapter=digest)})
+                engine.add(path, PROMPTS[0], wanted={"variant": Variant(number, digest)})
                 engine.run()
                 settle(engine)
                 found.append((engine.tokens[path], engine.cached[path]))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from engine.core.mem_cache.radix_cache import Branch
 from engine.core.request import Request
 from engine.loop.adapter_control import AdapterControl
 from engine.messages import AbortRequest, ControlReply, GenerateRequest, LoadAdapter, UnloadAdapter
@@ -55,11 +56,11 @@ class Rig(LoopInATest):
         return {"adapters": self.adapters, "listeners": [self.adapters]}
 
     def _used(self) -> set[int]:
-        return {request.adapter for request in self.scheduler.stages.live.values() if request.finish is None}
+        return {request.variant.number for request in self.scheduler.stages.live.values() if request.finish is None}
 
-    def load(self, name: str) -> None:
+    def load(self, name: str, weights: str = "") -> None:
         self.tell(LoadAdapter(f"load-{name}", name, f"/{name}"))
-        self.store.futures[f"/{name}"].set_result(f"weights of {name}")
+        self.store.futures[f"/{name}"].set_result(weights or f"weights of {name}")
         self.turns(1)
         self.adapters.check()
 
@@ -73,7 +74,7 @@ def test_an_adapter_is_unloaded_when_its_last_request_has_ended() -> None:
     rig.ask("other", [1, 2, 3], 20, lora="b")
     rig.turns(1)
     live = rig.scheduler.stages.live
-    assert [live[rid].lower_tiers.adapter for rid in ("old", "other")] == [
+    assert [live[rid].variant.digest for rid in ("old", "other")] == [
         "digest of weights of a",
         "digest of weights of b",
     ]
@@ -90,6 +91,21 @@ def test_an_adapter_is_unloaded_when_its_last_request_has_ended() -> None:
     assert rig.store.events == [("install", 1), ("install", 2), ("remove", 1)]
     assert rig.engine.tokens["old"] == expected_tokens([1, 2, 3], 12, adapter=1)
     assert rig.adapters.gauges() == {"num_loaded_loras": 1.0, "num_used_loras": 0.0}
+
+
+def test_prefixes_are_kept_while_an_adapter_of_these_weights_is_loaded() -> None:
+    rig = Rig()
+    rig.load("a", "same")
+    rig.load("b", "same")
+    assert rig.adapters.digests == {"a": "digest of same", "b": "digest of same"}
+    rig.ask("r", list(range(9)), 1, lora="a")
+    rig.settle()
+    cache = rig.scheduler.memory.cache
+    for name, kept in (("a", True), ("b", False)):
+        rig.tell(UnloadAdapter(f"unload-{name}", name))
+        rig.turns(1)
+        assert (cache.num_cached(list(range(9)), branch=Branch("digest of same")) > 0) is kept
+    assert rig.adapters.digests == {}
 
 
 @pytest.mark.parametrize("message", [LoadAdapter("c", "a", "/a"), UnloadAdapter("c", "a")])

@@ -255,7 +255,7 @@ def test_decode_asks_prefill_to_compute(short_pairs: Any) -> None:
     pair = short_pairs()
     woken = threading.Event()
     pair.prefill.set_wakeup(woken.set)
-    work = Work(tokens=[5, 6, 7], priority=-3, share=False, namespace=("salt", "key"))
+    work = Work(tokens=[5, 6, 7], priority=-3, share=False, namespace=("salt", "key"), variant="adapter")
     receiver = ask(pair, 9, [1, 2], work, skip_pages=2)
     assert woken.wait(5.0)
     assert (

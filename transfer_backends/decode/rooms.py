@@ -216,7 +216,7 @@ class DecodeRooms(RoomTable[DecodeRoom]):
         else:
             tokens = pack_ids(np.asarray(work.tokens, dtype=np.int64))
             about = (given.skip_pages, work.priority, work.share, work.namespace)
-            wanted = Recompute(*where, tokens, *about, packed, work.cached, work.images)
+            wanted = Recompute(*where, tokens, *about, packed, work.cached, work.images, work.variant)
             self.peers.send(room.peer, wanted)
 
     def abort(self, room: DecodeRoom, reason: str, now_s: float) -> None:

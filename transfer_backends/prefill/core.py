@@ -161,6 +161,7 @@ def _request_of(message: Recompute) -> RecomputeRequest:
         namespace=message.namespace,
         cached=message.cached,
         images=message.images,
+        variant=message.variant,
     )
     return RecomputeRequest(message.room, message.attempt, work)
 

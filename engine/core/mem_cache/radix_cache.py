@@ -1,8 +1,8 @@
 """Radix tree of token prefixes with cached KV; edges are whole pages.
 
 Owns nodes, pages and locks. Lock counts are at least those of children, so unlocked nodes are
-evicted leaf by leaf. Each adapter load (adapters.py) and namespace has a *branch*, whose top has no
-pages; other prefixes start at the root.
+evicted leaf by leaf. Each adapter and namespace has a *branch*, whose top has no pages; other
+prefixes start at the root.
 
 After SGLang's RadixAttention (arXiv:2312.07104).
 """
@@ -20,9 +20,9 @@ Rank = tuple[int, int]
 
 
 class Branch(NamedTuple):
-    """Prefix identity besides tokens: adapter load (0: base model), and namespace."""
+    """Prefix identity besides tokens: digest of an adapter (empty: base model), and namespace."""
 
-    adapter: int = 0
+    variant: str = ""
     namespace: tuple[str, ...] = ()
 
 
@@ -310,9 +310,9 @@ class RadixCache:
             freed += self._remove(leaf)
         return freed
 
-    def forget(self, adapter: int) -> None:
+    def forget(self, variant: str) -> None:
         """Free the branches of an unloaded adapter; locked nodes are evicted later."""
-        tops = [top for branch, top in self._tops.items() if adapter and branch.adapter == adapter]
+        tops = [top for branch, top in self._tops.items() if variant and branch.variant == variant]
         for node in reversed(list(self._nodes(tops))):  # reversed: leaves first
             if node.is_evictable:
                 self._remove(node)

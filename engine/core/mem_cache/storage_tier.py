@@ -34,7 +34,7 @@ class RequestKeys:
 
     def of(self, request: Request, num_pages: int) -> list[bytes]:
         size, known = self.identity.page_size, request.lower_tiers
-        seed = self.identity.seed(known.adapter, request.message.namespace)
+        seed = self.identity.seed(request.variant.digest, request.message.namespace)
         if known.seed != seed:
             known.keys, known.seed = [], seed
         keys = known.keys

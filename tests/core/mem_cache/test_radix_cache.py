@@ -62,18 +62,18 @@ def test_pages_of_a_prompt_are_adjacent_where_they_can_be() -> None:
 
 # Names that would meet if they were joined to one, or read as an adapter.
 BRANCHES = [
-    *(TRUNK, Branch(1), Branch(0, ("1",)), Branch(1, ("1",)), Branch(0, ("a", "bc")), Branch(0, ("ab", "c"))),
-    *(Branch(0, ("abc",)), Branch(0, ("",)), Branch(11)),
+    *(TRUNK, Branch("1"), Branch("", ("1",)), Branch("1", ("1",)), Branch("", ("a", "bc")), Branch("", ("ab", "c"))),
+    *(Branch("", ("abc",)), Branch("", ("",)), Branch("11")),
 ]
 
 
 def test_an_unloaded_adapter_leaves_all_its_namespaces() -> None:
     allocator, cache = make()
-    kept = put(allocator, cache, [1, 2], Branch(0, ("a",)))
-    for branch in (Branch(1), Branch(1, ("a",))):
+    kept = put(allocator, cache, [1, 2], Branch("", ("a",)))
+    for branch in (Branch("x"), Branch("x", ("a",))):
         put(allocator, cache, [1, 2], branch)
-    cache.forget(1)
-    assert cache.num_pages == 1 and cache.match([1, 2], branch=Branch(0, ("a",))).pages == kept
+    cache.forget("x")
+    assert cache.num_pages == 1 and cache.match([1, 2], branch=Branch("", ("a",))).pages == kept
     cache.evict(9)
     cache.evict(0)
     cache.check()
@@ -85,7 +85,7 @@ def test_namespaces_without_pages_are_forgotten(policy: str) -> None:
     allocator, cache = make(num_pages=4, policy=policy)
     for i in range(100):
         cache.evict(2)
-        put(allocator, cache, [1, 2, 3, 4], Branch(0, (f"tenant {i}",)))
+        put(allocator, cache, [1, 2, 3, 4], Branch("", (f"tenant {i}",)))
         assert len(cache._tops) <= 4
         cache.check()
 

@@ -236,12 +236,12 @@ class Driver(EngineInATest):
                 life.ask.read,
                 state=request.recurrent.slot,
                 window=request.windows.pages,
-                adapter=request.adapter,
+                adapter=request.variant.number,
             )
             self._note_owners()
             life.stage = "landed"
         elif life.stage == "landed":
-            self.model.verify(request.pages, life.ask.read, adapter=request.adapter)
+            self.model.verify(request.pages, life.ask.read, adapter=request.variant.number)
             life.stage = ""
             self.say(self.scheduler.held.start_decoding(request, self._first_token(life), cached_tokens=0))
         elif life.stage == "quarantined":
@@ -249,9 +249,9 @@ class Driver(EngineInATest):
             self.scheduler.held.end_quarantine(life.quarantined)
             life.stage = ""
         elif life.stage in ("computed", "reading"):
-            self.model.verify(request.pages, life.ask.read[: request.computed_len], adapter=request.adapter)
+            self.model.verify(request.pages, life.ask.read[: request.computed_len], adapter=request.variant.number)
             if request.recurrent.slot and life.stage == "computed":
-                self.model.verify_state(request.recurrent.slot, life.ask.read, adapter=request.adapter)
+                self.model.verify_state(request.recurrent.slot, life.ask.read, adapter=request.variant.number)
             if life.answer is not None and life.stage == "computed":
                 self.say([life.answer])
             self.scheduler.held.release(request)
@@ -301,7 +301,7 @@ class Driver(EngineInATest):
 
     def _first_token(self, life: Life) -> ItemResult:
         request = life.request
-        value = prefix_hash(life.ask.read, self.model.weights + request.adapter)
+        value = prefix_hash(life.ask.read, self.model.weights + request.variant.number)
         token = next_token(value, request.grammar.bitmask() if request.grammar is not None else None)
         said = TokenLogprob(logprob_of(value, token), token) if request.logprobs is not None else None
         return ItemResult(token, logprob=said, bad=self.setup.gives_nan and is_bad(value))
@@ -312,7 +312,7 @@ class Driver(EngineInATest):
         for request in effects.progressed:
             whole = request.computed_len // page_size
             tokens = [*self.lives[request.rid].ask.read, *request.output_ids][: whole * page_size]
-            self.model.verify(request.pages[:whole], tokens, adapter=request.adapter)
+            self.model.verify(request.pages[:whole], tokens, adapter=request.variant.number)
         for request, output, _ in effects.prefilled:
             self.lives[request.rid].answer, self.lives[request.rid].stage = output, "computed"
 
@@ -430,7 +430,9 @@ class Driver(EngineInATest):
             assert tokens <= limits.chunked_prefill_size + limits.tail_tokens, f"a step of {tokens} tokens"
         self._check_images(plan)
         self._note_owners()
-        adapters = {request.adapter for item in items if (request := self.lives[item.rid].request).adapter}
+        adapters = {
+            request.variant.number for item in items if (request := self.lives[item.rid].request).variant.number
+        }
         assert len(adapters) <= limits.max_loras_per_batch, f"{len(adapters)} adapters in a step"
         for item in plan.items:
             request = self.lives[item.rid].request
@@ -470,7 +472,7 @@ class Driver(EngineInATest):
     def _branch(self, request: Request) -> Branch:
         """By what was asked, whatever the core makes of it."""
         ask = self.lives[request.rid].ask
-        return Branch(ask.adapter, ask.namespace)
+        return Branch(str(ask.adapter or ""), ask.namespace)
 
     def _size(self, part: FeatureRows) -> int:
         """Count the tokens of its image."""
@@ -528,10 +530,11 @@ class Driver(EngineInATest):
         while paths:
             node, above, tokens, pages = paths.pop()
             branch = node.branch or above
-            self.model.verify(pages, tokens, adapter=branch.adapter)
+            adapter = int(branch.variant or 0)
+            self.model.verify(pages, tokens, adapter=adapter)
             assert all(self.branch_of[page] == branch for page in node.pages), "a prefix of another namespace"
             if node.state:
-                self.model.verify_state(node.state, tokens, adapter=branch.adapter)
+                self.model.verify_state(node.state, tokens, adapter=adapter)
             self.model.verify_window(node.pages, node.window)
             paths += [(c, branch, [*tokens, *c.key], [*pages, *c.pages]) for c in node.children.values()]
 

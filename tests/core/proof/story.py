@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
-from engine.core.mem_cache.radix_cache import Branch
 from engine.core.policy import NO_PRIORITIES, POLICIES, Priorities
 from engine.images import KEY_BYTES, ImageInput, key_ids
 from tests.core.guesses import KINDS as GUESSES
@@ -188,6 +187,7 @@ def asks() -> st.SearchStrategy[Ask]:
     )
 
 
+Owner = tuple[int, tuple[str, ...]]  # adapter and namespace of a request
 ADAPTERS = (0, 0, 1000, 2000, 3000)  # far apart: the hash model adds the number of its weights
 
 
@@ -251,7 +251,7 @@ def stories_with_images() -> st.SearchStrategy[Story]:
 def stories_with_adapters(*, states: bool = False, windows: bool = False) -> st.SearchStrategy[Story]:
     """Several requests of two prompts, whose KV depends on an adapter, too, or that share it in a namespace alone."""
 
-    def spread(story: Story, drawn: list[Branch], places: int) -> Story:
+    def spread(story: Story, drawn: list[Owner], places: int) -> Story:
         asked = (replace(e, family=e.family % 2) if isinstance(e, Ask) else e for e in story.events)
         return Story(replace(story.setup, max_loras_per_batch=places), spread_among(drawn, asked))
 
@@ -262,17 +262,17 @@ def stories_with_adapters(*, states: bool = False, windows: bool = False) -> st.
     return st.builds(spread, of_groups, branches(), st.sampled_from([1, 2, 3, 3]))
 
 
-def branches() -> st.SearchStrategy[list[Branch]]:
+def branches() -> st.SearchStrategy[list[Owner]]:
     """Adapters and namespaces for requests in turn."""
-    one = st.builds(Branch, st.sampled_from(ADAPTERS), st.sampled_from([(), (), ("a",), ("a", "b")]))
+    one = st.tuples(st.sampled_from(ADAPTERS), st.sampled_from([(), (), ("a",), ("a", "b")]))
     return st.lists(one, min_size=3, max_size=8)
 
 
-def spread_among(drawn: list[Branch], events: Iterable[Ask | T]) -> tuple[Ask | T, ...]:
+def spread_among(drawn: list[Owner], events: Iterable[Ask | T]) -> tuple[Ask | T, ...]:
     """Give each request among `events` the adapter and the namespace that are its turn."""
     return tuple(
-        replace(event, adapter=branch.adapter, namespace=branch.namespace) if isinstance(event, Ask) else event
-        for event, branch in zip(events, itertools.cycle(drawn), strict=False)
+        replace(event, adapter=adapter, namespace=namespace) if isinstance(event, Ask) else event
+        for event, (adapter, namespace) in zip(events, itertools.cycle(drawn), strict=False)
     )
 
 

@@ -46,8 +46,8 @@ STORED = BlockStored([1, 2], None, [7] * 32, 16, None, "GPU")
 PROMPT = list(range(4 * BLOCK_TOKENS))
 
 
-def keys_of(tokens: list[int], namespace: tuple[str, ...] = ()) -> list[int]:
-    return chain(token_seed(namespace=namespace), token_bytes(tokens))
+def keys_of(tokens: list[int], namespace: tuple[str, ...] = (), *, adapter: str = "") -> list[int]:
+    return chain(token_seed(adapter, namespace), token_bytes(tokens))
 
 
 def stored(tokens: list[int], *, at: int = 0, size: int = BLOCK_TOKENS) -> BlockStored:
@@ -170,15 +170,16 @@ def test_pages_of_any_size_make_the_keys_that_requests_have(size: int) -> None:
     index.check()
 
 
-def test_adapters_unknown_parents_and_nonsense_are_no_prefix() -> None:
+def test_adapters_without_name_unknown_parents_and_nonsense_are_no_prefix() -> None:
     told, index = view()
     good = stored(PROMPT)
     told.on_message(0, [msgspec.structs.replace(good, lora_id=1), BlockRemoved([99])])
     told.on_message(1, [msgspec.structs.replace(good, parent_block_hash=5, block_hashes=[9, 8, 7, 6])])
     told.on_message(2, [msgspec.structs.replace(good, token_ids=[1]), msgspec.structs.replace(good, block_size=0)])
     told.on_message(3, [BlockStored([77], None, [-1] * BLOCK_TOKENS, BLOCK_TOKENS, None)])
+    assert len(index) == 0
     told.on_message(4, [msgspec.structs.replace(good, lora_name="x", extra_keys="s", block_hashes=[21, 22, 23, 24])])
-    assert depths(index, keys_of(PROMPT)) == {} and len(index) == 0
+    assert depths(index, keys_of(PROMPT)) == {} and depths(index, keys_of(PROMPT, adapter="x")) == {0: 4}
     assert told.num_tokens == 13 * BLOCK_TOKENS
 
 
@@ -193,9 +194,8 @@ def test_named_blocks_need_neither_their_parents_nor_pages_inside_a_block() -> N
     told.on_message(2, [NamesRemoved(names[30:])])
     assert depths(index, keys_of(PROMPT)) == {0: 3} and told.num_tokens == 4 * BLOCK_TOKENS - 32
     told.on_message(3, [AllBlocksCleared()])
-    told.on_message(4, [msgspec.structs.replace(whole, lora_id=1), msgspec.structs.replace(whole, lora_name="x")])
-    assert depths(index, keys_of(PROMPT)) == {} and index.num_blocks(0) == 0 and told.num_tokens == 8 * BLOCK_TOKENS
-    told.on_message(5, [NamesRemoved(names), NamesRemoved(names), NamesRemoved(names)])  # more than there are
+    assert depths(index, keys_of(PROMPT)) == {} and index.num_blocks(0) == 0
+    told.on_message(4, [whole, NamesRemoved(names), NamesRemoved(names)])  # more than there are
     assert told.num_tokens == 0
     index.check()
 
@@ -243,7 +243,7 @@ def test_a_replay_that_does_not_reach_back_far_enough() -> None:
 @settings(max_examples=15)
 @given(st.integers(0, 2**32), st.sampled_from([1, 16, 32]))
 def test_the_index_agrees_with_the_engines_tree_after_any_story(seed: int, page_size: int) -> None:
-    """Inserts, splits, evictions, adapters and flushes of a real radix cache, through the wire's bytes: by tokens, and by names."""
+    """Inserts, splits, evictions, adapters that come and go, and flushes of a real radix cache, through the wire's bytes: by tokens, and by names."""
     rng = random.Random(seed)
     allocator = PageAllocator(num_pages=60 * 16 // page_size, page_size=page_size)
     events = CacheEvents(page_size=page_size)
@@ -255,7 +255,7 @@ def test_the_index_agrees_with_the_engines_tree_after_any_story(seed: int, page_
         tokens = [*base, *(rng.randrange(3) for _ in range(rng.randrange(600)))]
         tokens = tokens[: min(len(tokens), 60 * 16) // page_size * page_size]
         prompts.append(tokens)
-        branch = rng.choice([TRUNK, TRUNK, Branch(1), Branch(0, ("a",)), Branch(0, ("a", "b"))])
+        branch = rng.choice([TRUNK, TRUNK, Branch("x"), Branch("", ("a",)), Branch("", ("a", "b"))])
         num_pages = len(tokens) // page_size
         if (short := num_pages - allocator.num_free) > 0:
             cache.evict(short)
@@ -263,7 +263,7 @@ def test_the_index_agrees_with_the_engines_tree_after_any_story(seed: int, page_
         inserted = cache.insert(tokens, pages, branch=branch)
         allocator.free(pages[: inserted.existing])
         if rng.random() < 0.1:
-            cache.forget(1)
+            cache.forget("x")
         if rng.random() < 0.1:
             cache.flush()
         if rng.random() < 0.7:
@@ -273,9 +273,11 @@ def test_the_index_agrees_with_the_engines_tree_after_any_story(seed: int, page_
         for (told, index), decode in zip(views, (decode_events, decode_names), strict=False):
             assert told.on_message(seq, decode(encode_batch(batch))) is None
             assert told.num_tokens == cache.num_pages * page_size
-            for prompt, namespace in itertools.product(prompts, ((), ("a",), ("a", "b"), ("ab",))):
-                cached = len(cache.match(prompt, branch=Branch(0, namespace)).pages) * page_size
-                assert depths(index, keys_of(prompt, namespace)).get(0, 0) == cached // BLOCK_TOKENS
+            others = Branch("x"), Branch("y"), Branch("", ("a",)), Branch("", ("a", "b")), Branch("", ("ab",))
+            for prompt, of_one in itertools.product(prompts, (TRUNK, *others)):
+                cached = len(cache.match(prompt, branch=of_one).pages) * page_size
+                keys = keys_of(prompt, of_one.namespace, adapter=of_one.variant)
+                assert depths(index, keys).get(0, 0) == cached // BLOCK_TOKENS
             index.check()
 
 

@@ -177,6 +177,13 @@ def test_a_worker_that_cannot_send_it_is_not_named(why: str) -> None:
     assert fleet.named(0) is None
 
 
+def test_a_source_may_have_loaded_other_adapters() -> None:
+    fleet = Fleet(2)
+    fleet.prefill[0].models, fleet.prefill[1].models = ("m", "one"), ("m", "two", "one")
+    fleet.has(fleet.prefill[1], 4)
+    assert fleet.named(0) == ("http://p1", 4 * BLOCK_TOKENS)
+
+
 def test_only_the_computing_worker_gets_the_source() -> None:
     fleet = Fleet()
     fleet.has(fleet.prefill[1], 4)

@@ -57,6 +57,28 @@ def test_what_stands_before_the_prompt_makes_another_prefix(other: dict[str, Any
     assert not set(chat("q" * 3000, model="m")) & set(chat("q" * 3000, **{"model": "m", **other}))
 
 
+def test_ids_of_an_adapter_have_the_keys_of_its_name_in_events() -> None:
+    """However a request names it; what is no adapter is the base model."""
+    prompt = list(range(2 * BLOCK_TOKENS))
+
+    def ids(api: Api, **fields: Any) -> list[int]:
+        body = json.dumps({"input_ids" if api is Api.GENERATE else "prompt": prompt, **fields}).encode()
+        return keyed_prompt(parse_body(api, body), {"law": "digest of law", "sql": "sql"})[0]
+
+    def right(adapter: str) -> list[int]:
+        return chain(token_seed(adapter), token_bytes(prompt))
+
+    asked = [ids(Api.GENERATE, lora_path=path) for path in ("law", ["law", None])]
+    asked += [ids(Api.COMPLETIONS, model=model) for model in ("law", "base:law", "org/base:law")]
+    asked.append(ids(Api.COMPLETIONS, model="base", lora_path="law"))
+    assert asked == [right("digest of law")] * 6
+    assert ids(Api.GENERATE, lora_path="sql") == right("sql"), "of a server that tells no digest"
+    assert ids(Api.GENERATE, lora_path="unheard") == right("unheard")
+    plain = [ids(Api.GENERATE, lora_path=path) for path in ("", None, [None, "law"])]
+    plain += [ids(Api.COMPLETIONS, model=model) for model in ("base", "org/base:7b", "")]
+    assert plain == [right("")] * 6
+
+
 def test_text_and_its_batch_and_ids_and_their_batch_have_the_same_prefix() -> None:
     text, ids = "t" * 3000, list(range(1000))
     assert keys(Api.GENERATE, text=text)[:5] == keys(Api.GENERATE, text=[text, "b"])[:5]

@@ -8,7 +8,8 @@ import pytest
 from aiohttp import web
 
 from router.pool.breaker import Health
-from router.pool.workers import Catalogue, UnknownModel, parse_models, serves
+from router.pool.worker import Role
+from router.pool.workers import Catalogue, UnknownModel, WorkerTable, parse_event_names, parse_models, serves
 from tests.router.dummies import CHAT, Cluster, DummyWorker, cluster, until
 
 
@@ -150,6 +151,22 @@ async def test_an_adapter_of_a_model_whose_workers_are_dead_is_a_503() -> None:
         status, _, answer = await c.post("/load_lora_adapter", {"lora_name": "x", "lora_path": "/x", "model": "a"})
         assert status == 503 and "for model 'a' is alive" in json.loads(answer)["error"]["message"]
         assert not c.decodes[1].seen
+
+
+def test_an_adapter_has_a_name_in_events_while_its_workers_agree() -> None:
+    rows = [{"id": "a", "parent": None}, {"id": "law", "parent": "a"}, {"id": "sql", "parent": "a"}]
+    one = parse_event_names({"adapters": {"law": "digest", "gone": "x"}}, {"data": rows})
+    assert one == {"law": "digest", "sql": "sql"}
+    assert parse_event_names(None, {"data": rows[:2]}) == parse_event_names({"adapters": 5}, {"data": rows[:2]})
+    table = WorkerTable()
+    workers = [table.add(f"http://w{i}:1", role=Role.UNIFIED) for i in range(3)]
+    for worker in workers:
+        table.on_models(worker, ("a", "law", "sql"), one)
+    assert table.models.event_names == one
+    table.on_models(workers[1], ("a", "law", "sql"), {**one, "law": "loaded again, from other weights"})
+    assert table.models.event_names == {"law": "law", "sql": "sql"}
+    table.on_models(workers[1], ("a",))
+    assert table.models.event_names == one
 
 
 def test_which_workers_an_adapter_belongs_to() -> None:

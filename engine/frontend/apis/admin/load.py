@@ -49,6 +49,7 @@ def load_summary(s: StateReply) -> dict[str, Any]:
         **_known(s, avg_spec_accept_length="spec_accept_length"),
         "pages": s.pages,
         "queues": s.queues,
+        "adapters": s.variants,
     }
 
 
