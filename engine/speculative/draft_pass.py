@@ -103,7 +103,7 @@ class DraftPass(StepPart):
         return partial(guesses_of, passes)
 
     def _ids(self, values: list[int]) -> Tensor:
-        return upload(torch.tensor(values), self._page_table.device)
+        return upload(values, self._page_table.device)
 
 
 class FeatureDraftPass(DraftPass):
