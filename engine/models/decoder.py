@@ -56,7 +56,7 @@ class DenseDecoder:
         self._calls: list[Layer | _Watched] = [*self._layers]
         self._recurrent = [mixer for layer in self._layers for mixer in recurrent_in(layer)]
         self.states: tuple[StepStates, ...] = ()  # one, of a model with recurrent layers
-        self._norm: Normed = part.last_norm() if place.is_last_stage else NoNorm()
+        self._norm: Normed = part.norm(part.final_norm) if place.is_last_stage else NoNorm()
         self._labels = part.labels()
         self.balance: ExpertBalance | None = part.balance
         self.drafter: DraftModel | None = None
@@ -279,7 +279,7 @@ def _ends(part: ModelPart) -> tuple[Callable[[torch.Tensor], torch.Tensor], Voca
             scale = torch.tensor(config.arithmetic.embedding_scale, dtype=part.checkpoint.dtype).item()
             embed = Embedding(table, own=part.share.vocab, scale=scale, collectives=part.collectives)
         if tied:
-            return embed, _over_ranks(part, part.tied_head(table))
+            return embed, _over_ranks(part, part.head(tied=table))
     if not place.is_last_stage:
         return embed, NoHead(0)
     return embed, _over_ranks(part, part.head() if config.generates else NoHead(len(part.share.vocab)))
