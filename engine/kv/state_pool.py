@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import StateCopy
-from engine.kv.cache_spec import StateShard
+from engine.kv.cache_spec import StateShard, align
 from engine.kv.kv_pool import DTYPES, zeroed_bytes
 from engine.kv.step_batch import DeviceStep, StepBatch
 
@@ -93,7 +93,7 @@ class StatePool:
 
     @staticmethod
     def slot_bytes_of(specs: Sequence[StateSpec]) -> int:
-        return _align(_offsets(specs)[-1][1] + specs[-1].recurrent_bytes, SLOT_ALIGN_BYTES)
+        return align(_offsets(specs)[-1][1] + specs[-1].recurrent_bytes, SLOT_ALIGN_BYTES)
 
     @property
     def base_ptr(self) -> int:
@@ -155,12 +155,8 @@ class StatePool:
 def _offsets(specs: Sequence[StateSpec]) -> list[tuple[int, int]]:
     offsets, at = [], 0
     for spec in specs:
-        conv = _align(at, SLOT_ALIGN_BYTES)
-        recurrent = _align(conv + spec.conv_bytes, SLOT_ALIGN_BYTES)
+        conv = align(at, SLOT_ALIGN_BYTES)
+        recurrent = align(conv + spec.conv_bytes, SLOT_ALIGN_BYTES)
         offsets.append((conv, recurrent))
         at = recurrent + spec.recurrent_bytes
     return offsets
-
-
-def _align(n: int, to: int) -> int:
-    return -(-n // to) * to

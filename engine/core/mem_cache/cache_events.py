@@ -104,7 +104,9 @@ class CacheEvents(TreePart):
                 return self._links[page], above.key[len(above.key) - missing :] + tokens
             tokens = above.key + tokens
             missing -= len(above.key)
-        return open_chain(_seed(_branch(node))), tokens
+        branch = _branch(node)  # the routers' seed without adapter; adapters, whose numbers are local, have their own
+        seed = token_seed(b"#%d" % branch.adapter if branch.adapter else b"", branch.namespace)
+        return open_chain(seed), tokens
 
     def _hashes(self, node: Node, start: int, end: int) -> list[BlockHash]:
         return [self._names[page] for page in node.pages[start:end]]
@@ -124,11 +126,6 @@ def _shown(tokens: Sequence[int]) -> Sequence[int]:
     if not tokens or max(tokens) < FIRST_KEY_ID:
         return tokens
     return [token if token < FIRST_KEY_ID else SEEN | token % SEEN for token in tokens]
-
-
-def _seed(branch: Branch) -> bytes:
-    """The routers' seed without adapter; adapters, whose numbers are local, have their own."""
-    return token_seed(b"#%d" % branch.adapter if branch.adapter else b"", branch.namespace)
 
 
 def _branch(node: Node) -> Branch:
