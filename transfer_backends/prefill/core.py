@@ -16,6 +16,7 @@ import numpy as np
 
 from transfer_backends.contract import (
     ABORTED_BY_DECODE,
+    I64,
     NO_PREFIXES,
     Caps,
     KVArgs,
@@ -23,12 +24,12 @@ from transfer_backends.contract import (
     RecomputeRequest,
     TransferConfig,
     Work,
+    are_below,
 )
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.prefill.inbox import Inbox, Offer, Post
 from transfer_backends.prefill.paths import DecodePeer, Paths, PeerAdmission
 from transfer_backends.prefill.rooms import Outbox, PrefillRoom, PrefillRooms
-from transfer_backends.shards import I64
 from transfer_backends.sides import KVPoll, Link, PeerProtocolError, PeerTable, RoomKey
 from transfer_backends.wire import Abort, Bye, Message, Ping, Pong, Recompute, Register, TransferInfo, unpack_ids
 
@@ -126,7 +127,7 @@ class Offers:
 
 def _offer_of(peer: DecodePeer, message: TransferInfo | Recompute) -> Offer:
     memory, pages = peer.path.memory, unpack_ids(message.pages)
-    if len(pages) and not (pages.min() >= 0 and pages.max() < memory.num_pages):
+    if not are_below(pages, memory.num_pages):
         raise ValueError(f"room {message.room}: a page is outside decode's pool of {memory.num_pages}")
     if len(np.unique(pages)) != len(pages):
         raise ValueError(f"room {message.room}: a page is given twice")
@@ -141,7 +142,7 @@ def _tail_of(peer: DecodePeer, message: TransferInfo | Recompute) -> tuple[I64, 
     if len(tail) != len(memory.layout.pools):
         raise ValueError(f"room {message.room}: items of {len(tail)} pools, there are {len(memory.layout.pools)}")
     for number, ids in enumerate(tail):
-        if len(ids) and not (ids.min() >= 0 and ids.max() < memory.num_items(number)):
+        if not are_below(ids, memory.num_items(number)):
             raise ValueError(
                 f"room {message.room}: an item is outside decode's pool {number} of {memory.num_items(number)}"
             )
