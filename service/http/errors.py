@@ -102,6 +102,11 @@ def missing(field: str) -> ApiError:
     return bad_field(field, "is missing")
 
 
+def draining(message: str) -> ApiError:
+    """An error on which routers try another worker."""
+    return ApiError(503, message, code=DRAINING, retry_after_s=1)
+
+
 def check_choice(field: str, value: str | None, known: Collection[str]) -> None:
     """Raises ApiError(400) unless it is null or one of `known`."""
     if value is not None and value not in known:
