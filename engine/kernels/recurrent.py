@@ -35,11 +35,8 @@ class StateRows:
     def __init__(self, pool: StatePool) -> None:
         self._pool = pool
         self._rows = _Rows()
+        self.address = ctypes.addressof(self._rows)
         self._kept: tuple[torch.Tensor, ...] = ()  # keeps alive memory that _rows points to
-
-    @property
-    def address(self) -> int:
-        return ctypes.addressof(self._rows)
 
     def begin(self, lens: Sequence[int], slots: Sequence[int]) -> None:
         assert len(slots) == len(lens), (slots, lens)

@@ -84,7 +84,9 @@ class StatePool:
         self._num_rows = 1 + num_slots + num_shadows
         self.buffer = zeroed_bytes(self._num_rows * self.slot_bytes, self.device)
         self.step: StepBatch | DeviceStep | None = None
+        self.base_ptr = self.buffer.data_ptr()
         self._rows = self.buffer.view(self._num_rows, self.slot_bytes)
+        self.slots = self._rows[: 1 + num_slots]  # [1 + num_slots, slot_bytes]
         offsets = _offsets(specs)
         self._conv = [
             self._view(at, spec.conv, DTYPES[spec.dtype]) for spec, (at, _) in zip(specs, offsets, strict=True)
@@ -94,15 +96,6 @@ class StatePool:
     @staticmethod
     def slot_bytes_of(specs: Sequence[StateSpec]) -> int:
         return align(_offsets(specs)[-1][1] + specs[-1].recurrent_bytes, SLOT_ALIGN_BYTES)
-
-    @property
-    def base_ptr(self) -> int:
-        return self.buffer.data_ptr()
-
-    @property
-    def slots(self) -> Tensor:
-        """[1 + num_slots, slot_bytes]"""
-        return self._rows[: 1 + self.num_slots]
 
     def shadow(self, number: int) -> int:
         assert number < self.num_shadows, (number, self.num_shadows)

@@ -94,14 +94,14 @@ class ModelPart:
     def cache_spec(self, *, window: int = 0) -> CacheSpec:
         return layer_spec(self.config, self.share, dtype=self.checkpoint.dtype_name, window=window)
 
-    def head(self, tied: torch.Tensor | None = None) -> Linear:
+    def head(self, tied: Sequence[torch.Tensor] = ()) -> Linear:
         """`tied`: the embedding table, if that is the head."""
-        name, rows = "lm_head.weight" if tied is None else EMBEDDING, Cut(self.config.vocab_size, self.share.vocab)
+        name, rows = EMBEDDING if tied else "lm_head.weight", Cut(self.config.vocab_size, self.share.vocab)
         bias = self.checkpoint.take("lm_head.bias", [rows]) if self._head_bias else None
         inputs = self.config.hidden_size
 
         def floats() -> Weight:
-            return self.matrices.rounded_head(self.table(name) if tied is None else tied)
+            return self.matrices.rounded_head(*(tied or [self.table(name)]))
 
         return Linear(self.matrices.taken(self.checkpoint, [name], [rows], inputs, (), floats=floats), bias)
 
