@@ -307,10 +307,6 @@ _READ = frozenset(("gzip", "x-gzip", "deflate"))
 _NOT_READ = frozenset(("br", "zstd", "compress", "x-compress", "dcb", "dcz", "exi", "aes128gcm", "pack200-gzip"))
 
 
-def max_inflated(size: int, *, most_bytes: int) -> int:
-    return min(most_bytes, max(ALWAYS_BYTES, MAX_TIMES * size))
-
-
 def coding_of(encoding: str) -> str:
     """The coding, if any ("utf-8" is none). Raises ApiError(415)."""
     names = [name.strip().lower() for name in encoding.split(",")]
@@ -323,7 +319,7 @@ def coding_of(encoding: str) -> str:
 
 def inflate(data: bytes, coding: str, *, most_bytes: int) -> bytes:
     """Decompress. ApiError: 413 too large, 400 broken."""
-    pieces, size, most = [], 0, max_inflated(len(data), most_bytes=most_bytes)
+    pieces, size, most = [], 0, min(most_bytes, max(ALWAYS_BYTES, MAX_TIMES * len(data)))
     if not data:
         return data
     try:
