@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
-V = TypeVar("V")
+_V = TypeVar("_V")
 
 
 class Values(Enum):
@@ -64,7 +64,7 @@ class Missing:
 Entry = Ignored | Renamed | Fixed | RenamedValue | Missing
 
 
-def each(value: V, names: str) -> dict[str, V]:
+def each(value: _V, names: str) -> dict[str, _V]:
     """`names` stand apart by white space."""
     return dict.fromkeys(names.split(), value)
 

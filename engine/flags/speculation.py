@@ -84,6 +84,10 @@ def drafts_by_model(config: SpeculativeFlags) -> bool:
     return config.speculative_algorithm not in (None, NGRAM)
 
 
+def drafts_by_ngrams(config: SpeculativeFlags) -> bool:
+    return config.speculative_algorithm == NGRAM
+
+
 def with_drafter(config: EngineConfig, model: ModelConfig) -> ModelConfig:
     """Add the draft model, if any. Raises ConfigError if it does not fit."""
     if not drafts_by_model(config):

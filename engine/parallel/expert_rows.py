@@ -19,7 +19,7 @@ from engine.parallel.network import NOTHING
 from engine.parallel.process_groups import NcclCollectives
 from engine.parallel.row_exchange import GroupRows, RowExchange, SharedMemoryRows
 
-R = TypeVar("R", bound=Collectives)
+_R = TypeVar("_R", bound=Collectives)
 
 # (rows [n, hidden] sorted by slot, row counts of own slots i64) -> float32[n, width]
 Compute = Callable[[Tensor, Tensor], Tensor]
@@ -33,10 +33,10 @@ class Answered(NamedTuple):
     mine: slice = slice(None)
 
 
-class ExpertRows(ABC, Generic[R]):
+class ExpertRows(ABC, Generic[_R]):
     recordable = False
 
-    def __init__(self, ranks: R) -> None:
+    def __init__(self, ranks: _R) -> None:
         self._ranks = ranks
 
     def own_slots(self, slots: int) -> range:

@@ -20,7 +20,7 @@ from engine.core.results import Departures
 from engine.core.scheduler import MakeDecodeStrategy
 from engine.core.state import SchedulerState
 from engine.flags.resolve import drafts_overlap
-from engine.flags.speculation import NGRAM, drafts_by_model, may_draft, passes_of, rows_of_request, topk_of
+from engine.flags.speculation import drafts_by_model, drafts_by_ngrams, may_draft, passes_of, rows_of_request, topk_of
 from engine.speculative.drafting import Drafting, DraftRequest, fitting
 from engine.speculative.drafts import (
     MODELED,
@@ -308,7 +308,7 @@ def decode_strategy(config: EngineConfig) -> MakeDecodeStrategy:
         return DecodePlanner
     most = rows_of_request(config) - 1
     drafting = Drafting(
-        NgramDrafter(most=most) if config.speculative_algorithm == NGRAM else None,
+        NgramDrafter(most=most) if drafts_by_ngrams(config) else None,
         most=most,
         passes=passes_of(config) if drafts_by_model(config) else 0,
         topk=topk_of(config),

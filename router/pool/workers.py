@@ -142,8 +142,8 @@ def _rows(listed: object, field: str = "data", key: str = "id") -> list[dict[str
 
 MAX_FORMER_LIVES = 16  # former incarnations per worker
 MAX_POOLS = 256  # cached until the next change
-K = TypeVar("K")
-V = TypeVar("V")
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 
 
 class WorkerTableError(ApiError):
@@ -432,7 +432,7 @@ def is_up(worker: Worker) -> bool:
     return not worker.leaving or worker.last_resort
 
 
-def _kept(cache: dict[K, V], key: K, make: Callable[[], V]) -> V:
+def _kept(cache: dict[_K, _V], key: _K, make: Callable[[], _V]) -> _V:
     found = cache.get(key)
     if found is None:
         if len(cache) >= MAX_POOLS:

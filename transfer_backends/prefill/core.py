@@ -24,7 +24,6 @@ from transfer_backends.contract import (
     RecomputeRequest,
     TransferConfig,
     Work,
-    are_below,
 )
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.prefill.inbox import Inbox, Offer, Post
@@ -127,7 +126,7 @@ class Offers:
 
 def _offer_of(peer: DecodePeer, message: TransferInfo | Recompute) -> Offer:
     memory, pages = peer.path.memory, unpack_ids(message.pages)
-    if not are_below(pages, memory.num_pages):
+    if len(pages) and not (pages.min() >= 0 and pages.max() < memory.num_pages):
         raise ValueError(f"room {message.room}: a page is outside decode's pool of {memory.num_pages}")
     if len(np.unique(pages)) != len(pages):
         raise ValueError(f"room {message.room}: a page is given twice")
@@ -142,7 +141,7 @@ def _tail_of(peer: DecodePeer, message: TransferInfo | Recompute) -> tuple[I64, 
     if len(tail) != len(memory.layout.pools):
         raise ValueError(f"room {message.room}: items of {len(tail)} pools, there are {len(memory.layout.pools)}")
     for number, ids in enumerate(tail):
-        if not are_below(ids, memory.num_items(number)):
+        if len(ids) and not (ids.min() >= 0 and ids.max() < memory.num_items(number)):
             raise ValueError(
                 f"room {message.room}: an item is outside decode's pool {number} of {memory.num_items(number)}"
             )
