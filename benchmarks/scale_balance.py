@@ -106,7 +106,8 @@ class Balance(Timeline):
 
     def _choose(self, role: Any, hints: RoutingHints, now_s: float) -> Lease:
         begun_ns = time.thread_time_ns()
-        choice = self._policies[role].choose(self.table.ready(self.table.pool(role, ""), now_s=now_s), hints)
+        policy, pool = self._policies[role], self.table.ready(self.table.pool(role, ""), now_s=now_s)
+        policy.note(choice := policy.look(pool, hints), hints)
         lease = self.table.loads.charge(choice.worker, cost_tokens(choice, hints))
         self.choice_ns += time.thread_time_ns() - begun_ns
         self.num_choices += 1

@@ -124,17 +124,13 @@ class PullSocket(Generic[M]):
         self._listener.listen(BACKLOG)
         self._poll = select.epoll()
         self._poll.register(self._listener, select.EPOLLIN)
+        self.fd = self._poll.fileno()  # readable once something has arrived
         self._senders: dict[int, _Sender] = {}
         self.rejected = 0
         self._decode = msgspec.msgpack.Decoder(union).decode
         self._loop: asyncio.AbstractEventLoop | None = None
         self._handler: Callable[[M], None] | None = None
         self._join = join
-
-    @property
-    def fd(self) -> int:
-        """Readable once something has arrived."""
-        return self._poll.fileno()
 
     def recv_all_nowait(self) -> list[M]:
         return self._take(timeout_s=0.0, reads_all=True)

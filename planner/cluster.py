@@ -142,8 +142,8 @@ class PlannedCluster:
             latency_s=costs.latency_s,
             host=self._host,
         )
-        self._all: list[PlanWorker] = []
-        self._pools: dict[str, list[PlanWorker]] = {}
+        self.workers: list[PlanWorker] = []  # all so far; a switched one is new
+        self.pools: dict[str, list[PlanWorker]] = {}
         for role in layout.roles:
             self.join(role)
         self._live: dict[str, _LiveRequest] = {}
@@ -172,7 +172,7 @@ class PlannedCluster:
         """Put earlier prefixes into caches."""
         recent = deque[Routed[PlanWorker]]()  # still charged, so that history spreads as a load does
         for request in history:
-            routed = self.routing.choose(self._pools, request, now_s=0.0)
+            routed = self.routing.choose(self.pools, request, now_s=0.0)
             for worker in routed.workers:
                 worker.remember(tokens_of(request.answered if worker is routed.workers[-1] else request.blocks))
             self.routing.on_answered(routed, request)
@@ -184,18 +184,11 @@ class PlannedCluster:
 
     @property
     def now_s(self) -> float:
-        return max(worker.clock.now_s for worker in self._all)
+        return max(worker.clock.now_s for worker in self.workers)
 
     @property
     def step_tokens(self) -> float | None:
         return 1 + self._accepted / self._decode_steps if self._decode_steps else None
-
-    def workers(self) -> list[PlanWorker]:
-        """All so far; a switched one is new."""
-        return list(self._all)
-
-    def pools(self) -> dict[str, list[PlanWorker]]:
-        return {role: list(pool) for role, pool in self._pools.items()}
 
     def join(self, role: str) -> PlanWorker:
         worker = PlanWorker(
@@ -205,23 +198,17 @@ class PlannedCluster:
             host=self._host,
             on_outputs=lambda outputs, now_s: self._on_outputs(worker, outputs, now_s),
         )
-        self._all.append(worker)
-        self._pools.setdefault(role, []).append(worker)
+        self.workers.append(worker)
+        self.pools.setdefault(role, []).append(worker)
         if worker.spec.prefix_fetch:
             token_bytes = worker.spec.page_bytes // worker.spec.engine.page_size
             self.routing.fetches(role, worker, token_bytes=token_bytes)
         return worker
 
-    def retire(self, worker: PlanWorker) -> None:
-        self._pools[worker.spec.role].remove(worker)
-
-    def is_idle(self, worker: PlanWorker) -> bool:
-        return not any(worker in live.open_workers for live in self._live.values())
-
     # ---- inside
 
     def _report(self) -> None:
-        for worker in self._all:
+        for worker in self.workers:
             if worker.state is not None:
                 most = worker.scheduler.limits.max_running_requests
                 entry = v1_loads_entry(worker.state, mode=worker.spec.role, max_running_requests=most, num_live=0)
@@ -233,7 +220,7 @@ class PlannedCluster:
         self.timeline.at(record.sent_s + self._costs.outside_s, partial(self._send, request, record))
 
     def _send(self, request: PlannedRequest, record: RequestRecord) -> None:
-        routed = self.routing.choose(self._pools, request, now_s=self.timeline.now_s)
+        routed = self.routing.choose(self.pools, request, now_s=self.timeline.now_s)
         used, source, prefix = routed.workers, routed.source, None
         if source is not None:
             prefix = PrefixSource(source.address, source.address, num_tokens=routed.num_fetched)

@@ -124,18 +124,9 @@ class Search:
             return stride * (good or 0.0) if bad is None else bad / stride
         return None if bad / good <= self.near else (good * bad) ** 0.5
 
-    def add(self, point: Point) -> None:
-        self.points.append(point)
-
     @property
     def best(self) -> Point | None:
         return max(self._good(), key=lambda point: point.rate, default=None)
-
-    @property
-    def estimate(self) -> float:
-        """The bracket's middle, else the best rate or 0."""
-        good, bad = self._best_rate(), self._worst_rate()
-        return (good * bad) ** 0.5 if good is not None and bad is not None else good or 0.0
 
     def _good(self) -> list[Point]:
         """Points below every bad one; higher ones are chance."""
@@ -158,9 +149,6 @@ class Grid:
 
     def next_rate(self) -> float | None:
         return self.rates[len(self.points)] if len(self.points) < len(self.rates) else None
-
-    def add(self, point: Point) -> None:
-        self.points.append(point)
 
     @property
     def best(self) -> Point | None:

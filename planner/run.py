@@ -128,7 +128,7 @@ def search_all(pool: RunPool, searches: Mapping[ClusterLayout, Search | Grid]) -
         done, _ = wait(running, return_when=FIRST_COMPLETED)
         for future in done:
             layout = running.pop(future)
-            searches[layout].add(future.result())
+            searches[layout].points.append(future.result())
             pool.bar.set_postfix_str(_best_so_far(searches), refresh=False)
             pool.bar.update()
             submit_next(layout)

@@ -213,7 +213,7 @@ def try_rate(study: Study, layout: ClusterLayout, rate: float) -> Point:
     cluster = planned_cluster(study, layout)
     records = run_study(study, cluster, rate * layout.num_gpus)
     busy = defaultdict[str, list[float]](list)
-    for worker in cluster.workers():
+    for worker in cluster.workers:
         busy[worker.spec.role].append(worker.executor.busy_s / cluster.now_s)
     shares = {role: min(1.0, mean(s)) for role, s in busy.items()}
     return point_of(records, rate=rate, slo=study.slo, busy=shares, step_tokens=cluster.step_tokens)

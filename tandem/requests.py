@@ -143,12 +143,9 @@ def _prompt_in(prompt: Prompt) -> str | list[int]:
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     found = list(ids) if isinstance(ids, Iterable) and not isinstance(ids, bytes) else [ids]
     if found and not isinstance(found[0], SupportsIndex):
-        raise bad_field("prompt", f"must be a text or a list of token ids, got {_kind_of(prompt, found)}")
+        kind = type(prompt).__name__ if found == [prompt] else f"a list of {type(found[0]).__name__}"
+        raise bad_field("prompt", f"must be a text or a list of token ids, got {kind}")
     return found
-
-
-def _kind_of(prompt: object, found: Sequence[object]) -> str:
-    return type(prompt).__name__ if found == [prompt] else f"a list of {type(found[0]).__name__}"
 
 
 def _body(s: Services, reader: BodyReader[B], values: Mapping[str, Any]) -> B:

@@ -48,7 +48,7 @@ class LocalWorker:
         self._signals = StopSignals()
         self._loop = uvloop.new_event_loop()
         self._lock = threading.RLock()  # a collection of garbage may call `close` anywhere
-        self._over: EngineDeadError | None = None  # why calls fail
+        self.over: EngineDeadError | None = None  # why calls fail
         self._has_plan = self._is_closing = False
         # a daemon: an interpreter that ends waits for other threads before it would call `close`
         self._thread = threading.Thread(target=self._run, name="tandem-worker", daemon=True)
@@ -61,17 +61,12 @@ class LocalWorker:
                 text = f"this engine is of process {self._pid}, which forked this one; make an LLM here"
                 raise EngineDeadError(text, code=ENGINE_DEAD)
             with self._lock:
-                if self._over is None:
+                if self.over is None:
                     return asyncio.run_coroutine_threadsafe(_in_python(call), self._loop)
-                raise EngineDeadError(str(self._over), code=ENGINE_DEAD)
+                raise EngineDeadError(str(self.over), code=ENGINE_DEAD)
         except EngineDeadError:
             call.close()
             raise
-
-    @property
-    def over(self) -> EngineDeadError | None:
-        """Why calls fail, if they do."""
-        return self._over
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
         """Run `call` and wait; an interrupted wait cancels it. Raises TandemError."""
@@ -79,7 +74,7 @@ class LocalWorker:
         try:
             return future.result()
         except concurrent.futures.CancelledError:
-            raise EngineDeadError(str(self._over or CLOSED), code=ENGINE_DEAD) from None
+            raise EngineDeadError(str(self.over or CLOSED), code=ENGINE_DEAD) from None
         except BaseException:
             future.cancel()
             raise
@@ -89,7 +84,7 @@ class LocalWorker:
         if self._is_fork:
             return
         with self._lock:
-            if self._over is None:
+            if self.over is None:
                 self._loop.call_soon_threadsafe(call)
 
     def close(self) -> None:
@@ -98,7 +93,7 @@ class LocalWorker:
             return
         with self._lock:
             self._is_closing = True
-            if self._over is None:
+            if self.over is None:
                 self._loop.call_soon_threadsafe(self._signals.on_sigint)
             has_processes = self._has_plan
         if has_processes and threading.current_thread() is not self._thread:
@@ -120,7 +115,7 @@ class LocalWorker:
         except BaseException as found:
             error = found
         with self._lock:
-            self._over = self._over or EngineDeadError(str(error), code=ENGINE_DEAD)
+            self.over = self.over or EngineDeadError(str(error), code=ENGINE_DEAD)
             self._loop.close()  # a second time, if it ran
         if not self.started.done():
             self.started.set_exception(error)
@@ -135,7 +130,7 @@ class LocalWorker:
             raise
         finally:
             with self._lock:
-                self._over = EngineDeadError(why, code=ENGINE_DEAD)
+                self.over = EngineDeadError(why, code=ENGINE_DEAD)
             calls = asyncio.all_tasks() - {asyncio.current_task()}
             if calls:
                 await asyncio.wait(calls, timeout=LAST_CALLS_S)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from service.kv_layout import MAX_POOLS, Count
 
 Clock = Callable[[], float]
+I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 
 
@@ -101,6 +102,10 @@ class SidePool(msgspec.Struct, frozen=True, array_like=True):
 Tail = Sequence[Sequence[int]]  # the items of a prompt, for each pool of `KVArgs.pools`
 
 
+def _are_below(ids: I64, count: int) -> bool:
+    return not len(ids) or bool(ids.min() >= 0 and ids.max() < count)
+
+
 @dataclass(frozen=True)
 class KVArgs:
     """One worker's memory for transfers, mapped while its manager lives.
@@ -140,6 +145,16 @@ class KVArgs:
 
     def num_items(self, pool: int) -> int:
         return min(rank.pools[pool].region.num_items for rank in self.ranks)
+
+    def check_ids(self, room: object, pages: I64, row: int | None, tail: Sequence[I64]) -> None:
+        """Raise ValueError for ids outside the memory."""
+        if not _are_below(pages, self.num_pages):
+            raise ValueError(f"room {room}: a page is outside the pool of {self.num_pages}")
+        if row is not None and not 0 <= row < self.aux.num_items:
+            raise ValueError(f"room {room}: metadata_row {row} is outside 0..{self.aux.num_items - 1}")
+        for number, (pool, ids) in enumerate(zip(self.pools, tail, strict=False)):
+            if not _are_below(ids, self.num_items(number)):
+                raise ValueError(f"room {room}: an item of {pool.kind} is outside its {self.num_items(number)}")
 
     def written(self, layers: int) -> int:
         """Model layers that all ranks have written after `layers` own ones.

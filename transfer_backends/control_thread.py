@@ -222,3 +222,23 @@ class ControlThread:
             self._next_log_s = now_s + LOG_EVERY_S
             log.warning("%s: %s (%d since the last such line)", self.name, text, self._num_unlogged, exc_info=exc_info)
             self._num_unlogged = 0
+
+
+class Manager:
+    """One side of all transfers, by its control thread."""
+
+    control: ControlThread
+
+    def start(self) -> None:
+        self.control.start()
+
+    def set_wakeup(self, wakeup: Callable[[], None]) -> None:
+        """`wakeup` is called in any thread, and must not block."""
+        self.control.wakeup = wakeup
+
+    def check(self) -> None:
+        self.control.check()
+
+    @property
+    def counters(self) -> dict[str, int]:
+        return self.control.counters

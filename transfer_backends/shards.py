@@ -20,11 +20,8 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from transfer_backends.contract import U64, Extent, KVArgs, Pieces, RankMemory, Region, SideMemory
-
-I64 = npt.NDArray[np.int64]
+from transfer_backends.contract import I64, U64, Extent, KVArgs, Pieces, RankMemory, Region, SideMemory
 
 # ---- Pieces for ids of pages or items. Runs contiguous on both sides merge: engines pay per piece.
 

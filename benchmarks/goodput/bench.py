@@ -105,7 +105,7 @@ class Bench:
             point, left = self._run(cell, cluster, requests, slo, rate)
             if left < len(self.cores) - OTHERS_CORES:
                 point, left = self._run(cell, cluster, requests, slo, rate)
-            search.add(point)
+            search.points.append(point)
             cell.runs.append({"rate": rate, "cores_left": left, "stopped": UNFINISHED in point.errors})
             self._write()
             self.bar.update()

@@ -72,7 +72,7 @@ def search(cell: Cell) -> dict[str, Any]:
     while (rate := found.next_rate()) is not None:
         now = cell.at(study, rate)
         records = run_study(now, planned_cluster(now, layout), rate)
-        found.add(point_of(records, rate=rate, slo=study.slo, busy={}))
+        found.points.append(point_of(records, rate=rate, slo=study.slo, busy={}))
         later = [
             r.ttft_s for r in judged(records) if r.ttft_s is not None and TOKEN in dict(now.requests[r.idx].blocks)
         ]
@@ -86,5 +86,5 @@ def crossing(found: Search) -> float:
     good = found.best
     bad = min((one for one in found.points if one.good_share < found.share), key=lambda one: one.rate, default=None)
     if good is None or bad is None:
-        return found.estimate
+        return 0.0 if good is None else good.rate
     return good.rate + (bad.rate - good.rate) * (good.good_share - found.share) / (good.good_share - bad.good_share)

@@ -60,8 +60,6 @@ ROUTER = ForeignFlags(
     families={
         "--tls-": TLS,
         "--jwt-": KEYS,
-        "--oracle-": IN_MEMORY,
-        "--postgres-": IN_MEMORY,
-        "--redis-": IN_MEMORY,
+        **each(IN_MEMORY, "--oracle- --postgres- --redis-"),
     },
 )

@@ -7,6 +7,9 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeVar
+
+_V = TypeVar("_V")
 
 
 class Values(Enum):
@@ -61,9 +64,9 @@ class Missing:
 Entry = Ignored | Renamed | Fixed | RenamedValue | Missing
 
 
-def each(entry: Entry, names: str) -> dict[str, Entry]:
+def each(value: _V, names: str) -> dict[str, _V]:
     """`names` stand apart by white space."""
-    return dict.fromkeys(names.split(), entry)
+    return dict.fromkeys(names.split(), value)
 
 
 @dataclass(frozen=True)

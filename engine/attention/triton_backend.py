@@ -220,7 +220,7 @@ class TritonBackend:
 
     def _riders_of(self, step: StepBatch, riders: Sequence[int]) -> _Riders:
         spans = step.spans()
-        rows, requests = upload(torch.tensor([[spans[i][0] for i in riders], riders]), self._pool.device)
+        rows, requests = upload([[spans[i][0] for i in riders], riders], self._pool.device)
         (kv_lens,) = self._upload([step.kv_lens[i] for i in riders])
         paths = None if step.paths is None else step.paths.of(requests)
         return _Riders(rows, self._decode_of(kv_lens, step.slots[requests], paths))

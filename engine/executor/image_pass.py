@@ -94,10 +94,6 @@ class ImagePass(StepPart):
         self._encoders = EncoderRanks(dtype=dtype, device=device, pixels=self._pixels) if self.shares else None
         self._features: dict[bytes, Tensor] = {}
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(features.nbytes for features in self._features.values())
-
     def forget(self) -> None:
         self._features = {}
 
@@ -115,7 +111,7 @@ class ImagePass(StepPart):
         """[num_tokens, feature size], on all ranks."""
         assert model.vision is not None, "features for a model without a tower"
         if self.arrivals is not None:
-            pages = upload(torch.tensor(land.pages), self.device)
+            pages = upload(land.pages, self.device)
             features = self.arrivals.read(0, pages)[0].flatten(1)[: land.num_tokens].contiguous()
         else:
             size = (land.num_tokens, model.vision.feature_size)
@@ -133,7 +129,7 @@ class ImagePass(StepPart):
         """Raises torch.OutOfMemoryError."""
         rows, features = self.rows(batch.items)
         if rows:
-            batch.images = (ImageRows(upload(torch.tensor(rows), self.device), torch.cat(features)),)
+            batch.images = (ImageRows(upload(rows, self.device), torch.cat(features)),)
 
     def rows(self, items: Sequence[PlanItem]) -> tuple[list[int], list[Tensor]]:
         """The image rows of a step and their features. Raises torch.OutOfMemoryError."""
@@ -172,12 +168,12 @@ def rope_positions(items: Sequence[PlanItem], places: Tensor) -> Tensor:
         return places
     ropes = [None if item.images is None else item.images.rope for item in items]
     if not any(ropes):
-        return upload(torch.tensor([position for item in items for position in _one_by_one(item)]), places.device)
+        return upload([position for item in items for position in _one_by_one(item)], places.device)
     rows: tuple[list[int], list[int], list[int]] = ([], [], [])
     for item, rope in zip(items, ropes, strict=True):
         for row, own in zip(rows, rope or [_one_by_one(item)] * 3, strict=True):
             row += own
-    return upload(torch.tensor(rows), places.device)
+    return upload(rows, places.device)
 
 
 def _one_by_one(item: PlanItem) -> range:

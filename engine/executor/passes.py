@@ -212,7 +212,7 @@ class SamplePass:
         mask = token_mask(masks, device=self._device)
         drafts = [item.tokens[0] if item.draft else None for item in items] if any(i.draft for i in items) else []
         tokens, bad = self.sampler.sample(logits, slots, [i.output_len for i in items], mask=mask, drafts=drafts)
-        self._future_map.store(self._upload(slots), tokens)
+        self._future_map.store(upload(slots, self._device), tokens)
         return tokens, bad
 
     def _input_logprobs(self, model: DenseDecoder, item: PlanItem, hidden: Tensor, first_row: int) -> list[Logprobs]:
@@ -220,7 +220,7 @@ class SamplePass:
         parts = []
         for rows, ids in prompt_parts(item, first_row):
             logits = model.logits(hidden[rows.start : rows.stop])
-            packed = self._packed(logits, self._upload(ids), [item.logprobs] * len(ids))
+            packed = self._packed(logits, upload(ids, self._device), [item.logprobs] * len(ids))
             parts.append(_rows(packed, 0, len(ids), item.logprobs))
         return parts
 
@@ -232,7 +232,7 @@ class SamplePass:
         if not wanted:
             return {}
         if len(wanted) < len(rows):
-            at = self._upload([row for row, _, _ in wanted])
+            at = upload([row for row, _, _ in wanted], self._device)
             logits, tokens = logits[at], tokens[at]
         packed = self._packed(logits, tokens, [options for _, _, options in wanted])
         return {item: _rows(packed, n, n + 1, options) for n, (_, item, options) in enumerate(wanted)}
@@ -243,9 +243,6 @@ class SamplePass:
         asked = upload(torch.tensor(ids, dtype=torch.int64).view(len(ids), max_ids), self._device)
         table = to_host(packed_logprobs(logits, tokens, top_num=most, token_ids=asked))
         return Packed(table, most=min(most, logits.shape[1]))
-
-    def _upload(self, values: Sequence[int]) -> Tensor:
-        return upload(torch.tensor(values), self._device)
 
 
 def nothing_sampled(input_logprobs: dict[int, list[Logprobs]]) -> StepOutput:

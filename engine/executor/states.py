@@ -10,7 +10,6 @@ Accepted drafts cost only the copy. A row's output does not depend on later rows
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from engine.core.plan import Plan, PlanItem, SlotOpen, StateCopy, StateRollback
@@ -100,4 +99,4 @@ class States(StepPart):
         self.pool.run([StateCopy(run.shadow, run.slot) for run in runs])
         counts = [rewind.length - run.start for rewind, run in zip(rewinds, runs, strict=True)]
         rows = [row for run, count in zip(runs, counts, strict=True) for row in range(run.first, run.first + count)]
-        model.pass_again(upload(torch.tensor(rows), self.pool.device), counts, [run.slot for run in runs])
+        model.pass_again(upload(rows, self.pool.device), counts, [run.slot for run in runs])

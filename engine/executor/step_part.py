@@ -135,7 +135,7 @@ class Forward:
         """The logits [len(rows), V] float32 of `rows`, ascending."""
         if len(rows) == len(self.hidden):
             return model.logits(self.hidden)
-        return model.logits(self.hidden[upload(torch.tensor(rows), self.hidden.device)])
+        return model.logits(self.hidden[upload(rows, self.hidden.device)])
 
     def sampled(self, sample: Callable[[], Sampled]) -> Sampled:
         return sample()
@@ -268,7 +268,7 @@ class Batch:
         return rows
 
     def _ids(self, values: list[int]) -> Tensor:
-        return upload(torch.tensor(values), self._page_table.device)
+        return upload(values, self._page_table.device)
 
 
 class StepPart:

@@ -82,7 +82,7 @@ class WeightUpdater(Generic[M]):
         self.released = False
         self._source = self._before = self._source_read = WeightSource(path)
         self._fingerprint = ""  # of the last checkpoint read
-        self.number = WeightsNumber(self._number_in_use)
+        self.number = WeightsNumber(lambda: weights_number(self.model_path, dummy=self.model_path in self.dummies))
         self._number_read = 0
 
     @property
@@ -119,9 +119,6 @@ class WeightUpdater(Generic[M]):
 
     def discard(self, model: M) -> None:
         self.actions.discard()
-
-    def _number_in_use(self) -> int:
-        return weights_number(self.model_path, dummy=self.model_path in self.dummies)
 
     def _read(self, model_path: str, tensors: NewTensors | None) -> M:
         source = WeightSource(model_path) if tensors is None else self._with(tensors)

@@ -10,7 +10,13 @@ def check_tokenizer_flags(config: EngineConfig) -> None:
     """Raises ConfigError for flags that need the tokenizer."""
     if not config.skip_tokenizer_init:
         return
-    for name, value in _needing_text(config).items():
+    needing_text = {
+        "--tool-call-parser": config.tool_call_parser,
+        "--reasoning-parser": config.reasoning_parser,
+        "--grammar-backend": None if config.grammar_backend == "none" else config.grammar_backend,
+        "--constrained-json-disable-any-whitespace": config.constrained_json_disable_any_whitespace,
+    }
+    for name, value in needing_text.items():
         if value:
             shown = name if value is True else f"{name} {value}"
             raise ConfigError(f"{shown}: needs the tokenizer that {FLAG} leaves out; leave one of them out")
@@ -19,12 +25,3 @@ def check_tokenizer_flags(config: EngineConfig) -> None:
 def grammar_backend(config: EngineConfig) -> str:
     """The default needs a tokenizer."""
     return config.grammar_backend or ("none" if config.skip_tokenizer_init else "llguidance")
-
-
-def _needing_text(config: EngineConfig) -> dict[str, str | bool | None]:
-    return {
-        "--tool-call-parser": config.tool_call_parser,
-        "--reasoning-parser": config.reasoning_parser,
-        "--grammar-backend": None if config.grammar_backend == "none" else config.grammar_backend,
-        "--constrained-json-disable-any-whitespace": config.constrained_json_disable_any_whitespace,
-    }

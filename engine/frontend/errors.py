@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from engine.messages import ControlReply, FinishReason
 from engine.sampling_params import InvalidParam
-from service.http.errors import DRAINING, MODEL_ERROR, ApiError
+from service.http.errors import MODEL_ERROR, ApiError
 
 DEADLINE = "deadline"  # error code: too late
 MAX_RETRY_AFTER_S = 60
@@ -34,11 +34,6 @@ def refused(reply: ControlReply) -> ApiError:
 
 def not_ready(message: str) -> ApiError:
     return ApiError(503, message, code="service_unavailable", retry_after_s=1)
-
-
-def draining(message: str) -> ApiError:
-    """An error on which routers try another worker."""
-    return ApiError(503, message, code=DRAINING, retry_after_s=1)
 
 
 def too_late(wait_s: float, timeout_s: float) -> ApiError:

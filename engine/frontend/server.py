@@ -13,13 +13,12 @@ from engine.frontend.assembly import connected
 from engine.frontend.client.engine_client import EngineClient
 from engine.frontend.client.other_frontends import NO_OTHERS, OtherFrontends
 from engine.frontend.client.scheduler_link import ENGINE_DEAD
-from engine.frontend.errors import draining
 from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
 from engine.frontend.services import Services
 from engine.frontend.spec import FrontendSpec, limits_of, main_slot
 from engine.ipc import MAIN_FRONTEND, IpcPaths
 from engine.messages import StateReply
-from service.http.errors import ApiError
+from service.http.errors import ApiError, draining
 from service.http.listening import ListeningPort
 from service.http.server import serving
 from service.process.stop_signals import StopSignals, pause, wait_while

@@ -64,11 +64,14 @@ class ReasoningGrammar:
 
     def bitmask(self) -> bytes:
         opening = self._tokens.opening
-        if opening is Opening.OPEN:
-            return self._mask_of(self._forced[self._num_forced]) if self._is_spent() else self._every_token()
-        if self._inner is None:
-            return self._every_token()
-        return self._inner.bitmask() if opening is Opening.CLOSED else self._or_start(self._inner.bitmask())
+        if opening is Opening.OPEN and self._is_spent():
+            return (1 << self._forced[self._num_forced]).to_bytes(self._num_bytes, "little")
+        if opening is Opening.OPEN or self._inner is None:
+            return b"\xff" * self._num_bytes
+        mask = self._inner.bitmask()
+        if opening is Opening.CLOSED:
+            return mask
+        return (int.from_bytes(mask, "little") | 1 << self._start_id).to_bytes(self._num_bytes, "little")
 
     def forced(self) -> Sequence[int]:
         if self._tokens.opening is Opening.OPEN:
@@ -91,15 +94,6 @@ class ReasoningGrammar:
 
     def _is_spent(self) -> bool:
         return self._budget is not None and self._num_inside >= self._budget
-
-    def _every_token(self) -> bytes:
-        return b"\xff" * self._num_bytes
-
-    def _mask_of(self, token: int) -> bytes:
-        return (1 << token).to_bytes(self._num_bytes, "little")
-
-    def _or_start(self, mask: bytes) -> bytes:
-        return (int.from_bytes(mask, "little") | 1 << self._start_id).to_bytes(self._num_bytes, "little")
 
 
 class ReasoningGates:

@@ -5,7 +5,6 @@ record sums and gathers.
 """
 
 import ctypes
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -168,9 +167,7 @@ class Allreduce:
             raise failure(failed)
 
 
-@cache
-def allreduce() -> Allreduce | None:
-    return SOURCE.open(Allreduce)
+allreduce = SOURCE.once(Allreduce)
 
 
 def _address(x: torch.Tensor) -> int:

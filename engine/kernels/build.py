@@ -19,7 +19,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -160,6 +160,10 @@ class CSource:
     def open(self, make: Callable[[ctypes.CDLL], Kernels]) -> Kernels | None:
         library = self.load()
         return None if library is None else make(library)
+
+    def once(self, make: Callable[[ctypes.CDLL], Kernels]) -> Callable[[], Kernels | None]:
+        """Return a function that opens it at its first call."""
+        return cache(partial(self.open, make))
 
 
 TEAM = CSource("team", {}, flags=("-pthread",))

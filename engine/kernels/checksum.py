@@ -1,7 +1,6 @@
 """Sums of mixed words (engine/kv/page_checksum.py) by checksum.c."""
 
 import ctypes
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -34,6 +33,4 @@ class WordSums:
         return sums
 
 
-@cache
-def checksum_kernel() -> WordSums | None:
-    return CHECKSUM.open(WordSums)
+checksum_kernel = CHECKSUM.once(WordSums)

@@ -2,7 +2,6 @@
 
 import ctypes
 from enum import IntEnum
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -201,9 +200,7 @@ class LinearKernel:
         return PackedMatrix(self, [weight], bias, gates=gates, segments=segments)
 
 
-@cache
-def linear_kernel() -> LinearKernel | None:
-    return SOURCE.open(LinearKernel)
+linear_kernel = SOURCE.once(LinearKernel)
 
 
 class PackedMatrices(_Packed):

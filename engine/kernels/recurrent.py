@@ -35,11 +35,8 @@ class StateRows:
     def __init__(self, pool: StatePool) -> None:
         self._pool = pool
         self._rows = _Rows()
+        self.address = ctypes.addressof(self._rows)
         self._kept: tuple[torch.Tensor, ...] = ()  # keeps alive memory that _rows points to
-
-    @property
-    def address(self) -> int:
-        return ctypes.addressof(self._rows)
 
     def begin(self, lens: Sequence[int], slots: Sequence[int]) -> None:
         assert len(slots) == len(lens), (slots, lens)
@@ -86,7 +83,7 @@ def row_table(spans: Sequence[RequestRows], device: torch.device) -> RowTable:
         cuts = [end] if place < len(decodes) else [*range(first + UNIT_ROWS, end, UNIT_ROWS), end]
         starts = [first, *cuts[:-1]]
         units += [(a, b, first, place, slot if b == end else 0) for a, b in zip(starts, cuts, strict=True)]
-    copied = upload(torch.tensor([span.slot for span in (*decodes, *prompts)]), device)  # units race for windows
+    copied = upload([span.slot for span in (*decodes, *prompts)], device)  # units race for windows
     return RowTable(upload(torch.tensor(units, dtype=torch.int32), device), len(decodes), copied)
 
 
@@ -159,9 +156,7 @@ class ConvKernel:
         return out
 
 
-@cache
-def conv_kernel() -> ConvKernel | None:
-    return CONV.open(ConvKernel)
+conv_kernel = CONV.once(ConvKernel)
 
 
 # ---- Gated delta rule (delta.c), after checks of arguments.
@@ -238,9 +233,7 @@ class DeltaKernel:
         return out
 
 
-@cache
-def delta_kernel() -> DeltaKernel | None:
-    return DELTA.open(DeltaKernel)
+delta_kernel = DELTA.once(DeltaKernel)
 
 
 # ---- Mamba2 state space (mamba.c), after checks of arguments.
@@ -331,6 +324,4 @@ class MambaKernel:
         return out
 
 
-@cache
-def mamba_kernel() -> MambaKernel | None:
-    return MAMBA.open(MambaKernel)
+mamba_kernel = MAMBA.once(MambaKernel)

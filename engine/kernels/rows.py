@@ -161,9 +161,7 @@ class Elementwise:
         return out
 
 
-@cache
-def elementwise() -> Elementwise | None:
-    return ELEMENTWISE.open(Elementwise)
+elementwise = ELEMENTWISE.once(Elementwise)
 
 
 def takes_triton(device: torch.device) -> bool:
@@ -279,6 +277,4 @@ def _vector(x: Tensor, n: int, dtype: torch.dtype) -> int:
     return x.data_ptr()
 
 
-@cache
-def sample_kernel() -> SampleKernel | None:
-    return SAMPLE.open(SampleKernel)
+sample_kernel = SAMPLE.once(SampleKernel)

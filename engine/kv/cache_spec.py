@@ -46,7 +46,7 @@ class CacheSpec:
     def row_bytes(self) -> int:
         """Bytes of K or V per token and head, or of a tail. Codes of latents are padded."""
         size = self.head_dim * self.element_bytes + self.fp8
-        return _align(size, CODES_ALIGN_BYTES) if self.fp8 and self.latent else size
+        return align(size, CODES_ALIGN_BYTES) if self.fp8 and self.latent else size
 
     def v_offset(self, page_size: int) -> int:
         """Bytes from K to V in a page."""
@@ -54,7 +54,7 @@ class CacheSpec:
 
 
 def page_bytes_of(specs: Sequence[CacheSpec], page_size: int, *, units: int = 1) -> int:
-    return units * max(UNIT_ALIGN_BYTES, _align(unit_end(unit_parts(specs, units), page_size), UNIT_ALIGN_BYTES))
+    return units * max(UNIT_ALIGN_BYTES, align(unit_end(unit_parts(specs, units), page_size), UNIT_ALIGN_BYTES))
 
 
 def unit_parts(specs: Sequence[CacheSpec], units: int) -> list[CacheSpec]:
@@ -67,7 +67,7 @@ def layer_offsets(specs: Sequence[CacheSpec], page_size: int) -> list[int]:
     """Byte offsets of layers in a unit."""
     offsets, at = [], 0
     for spec in specs:
-        at = _align(at, spec.element_bytes)
+        at = align(at, spec.element_bytes)
         offsets.append(at)
         at += spec.bytes_in_page(page_size)
     return offsets
@@ -80,7 +80,7 @@ def unit_end(parts: Sequence[CacheSpec], page_size: int) -> int:
     return layer_offsets(parts, page_size)[-1] + parts[-1].bytes_in_page(page_size)
 
 
-def _align(n: int, to: int) -> int:
+def align(n: int, to: int) -> int:
     return -(-n // to) * to
 
 

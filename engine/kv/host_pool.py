@@ -154,7 +154,7 @@ def allocate_host_pool(pool: KVPool | StatePool, num_pages: int, *, flag: str, r
     """Raises ConfigError with `remedy`."""
     try:
         return HostPool(pool, num_pages=num_pages, threads=usable_cores())
-    except NO_MEMORY as error:
+    except _NO_MEMORY as error:
         raise _too_large(num_pages * _pages_of(pool)[0], error, flag, remedy) from error
 
 
@@ -162,11 +162,11 @@ def allocate_host_states(count: int, slot_bytes: int, *, device: str, flag: str,
     """Raises ConfigError."""
     try:
         return HostStates(count=count, slot_bytes=slot_bytes, device=device, threads=usable_cores()) if count else None
-    except NO_MEMORY as error:
+    except _NO_MEMORY as error:
         raise _too_large(count * slot_bytes, error, flag, remedy) from error
 
 
-NO_MEMORY = (MemoryError, OSError, RuntimeError, ValueError)
+_NO_MEMORY = (MemoryError, OSError, RuntimeError, ValueError)
 
 
 def _too_large(size_bytes: int, error: Exception, flag: str, remedy: str) -> ConfigError:

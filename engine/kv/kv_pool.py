@@ -131,7 +131,9 @@ class KVPool:
         self.page_bytes = page_bytes_of(specs, page_size, units=units)
         self.unit_bytes = self.page_bytes // units
         self.buffer = allocate((1 + num_pages) * self.page_bytes, self.device)
+        self.base_ptr = self.buffer.data_ptr()
         self._parts = unit_parts(specs, units)
+        self.unit_end = unit_end(self._parts, page_size)
         offsets = layer_offsets(self._parts, page_size)
         self._show(list(zip(self._parts, offsets, strict=True))[: len(self.specs)])
         self._runs = like_layers(self._parts, page_size)
@@ -165,10 +167,6 @@ class KVPool:
         )
 
     @property
-    def base_ptr(self) -> int:
-        return self.buffer.data_ptr()
-
-    @property
     def num_layers(self) -> int:
         return len(self.specs)
 
@@ -180,10 +178,6 @@ class KVPool:
     def layer_ends(self) -> list[int]:
         """Ends of parts in a unit, with padding."""
         return [*layer_offsets(self._parts, self.page_size)[1 : self.num_parts], self.unit_bytes]
-
-    @property
-    def unit_end(self) -> int:
-        return unit_end(self._parts, self.page_size)
 
     def bits_of(self, num_tokens: int) -> torch.Tensor:
         """Mask of the first `num_tokens` tokens and the tail: uint8 of a unit, or its period."""

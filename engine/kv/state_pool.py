@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import StateCopy
-from engine.kv.cache_spec import StateShard
+from engine.kv.cache_spec import StateShard, align
 from engine.kv.kv_pool import DTYPES, zeroed_bytes
 from engine.kv.step_batch import DeviceStep, StepBatch
 
@@ -84,7 +84,9 @@ class StatePool:
         self._num_rows = 1 + num_slots + num_shadows
         self.buffer = zeroed_bytes(self._num_rows * self.slot_bytes, self.device)
         self.step: StepBatch | DeviceStep | None = None
+        self.base_ptr = self.buffer.data_ptr()
         self._rows = self.buffer.view(self._num_rows, self.slot_bytes)
+        self.slots = self._rows[: 1 + num_slots]  # [1 + num_slots, slot_bytes]
         offsets = _offsets(specs)
         self._conv = [
             self._view(at, spec.conv, DTYPES[spec.dtype]) for spec, (at, _) in zip(specs, offsets, strict=True)
@@ -93,16 +95,7 @@ class StatePool:
 
     @staticmethod
     def slot_bytes_of(specs: Sequence[StateSpec]) -> int:
-        return _align(_offsets(specs)[-1][1] + specs[-1].recurrent_bytes, SLOT_ALIGN_BYTES)
-
-    @property
-    def base_ptr(self) -> int:
-        return self.buffer.data_ptr()
-
-    @property
-    def slots(self) -> Tensor:
-        """[1 + num_slots, slot_bytes]"""
-        return self._rows[: 1 + self.num_slots]
+        return align(_offsets(specs)[-1][1] + specs[-1].recurrent_bytes, SLOT_ALIGN_BYTES)
 
     def shadow(self, number: int) -> int:
         assert number < self.num_shadows, (number, self.num_shadows)
@@ -155,12 +148,8 @@ class StatePool:
 def _offsets(specs: Sequence[StateSpec]) -> list[tuple[int, int]]:
     offsets, at = [], 0
     for spec in specs:
-        conv = _align(at, SLOT_ALIGN_BYTES)
-        recurrent = _align(conv + spec.conv_bytes, SLOT_ALIGN_BYTES)
+        conv = align(at, SLOT_ALIGN_BYTES)
+        recurrent = align(conv + spec.conv_bytes, SLOT_ALIGN_BYTES)
         offsets.append((conv, recurrent))
         at = recurrent + spec.recurrent_bytes
     return offsets
-
-
-def _align(n: int, to: int) -> int:
-    return -(-n // to) * to

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,8 +119,9 @@ class DeviceExtend:
 # ---- Asynchronous host to device copies.
 
 
-def upload(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+def upload(values: torch.Tensor | Sequence[Any], device: torch.device) -> torch.Tensor:
     """Copy in stream order through pinned memory; pageable memory would stall the host."""
+    x = torch.as_tensor(values)
     if device.type == "cpu":
         return x
     return x.pin_memory().to(device, non_blocking=True)
@@ -170,7 +172,7 @@ class PageTable:
             columns += range(start, start + n)
             pages += ids
         if pages:
-            at = upload(torch.tensor([rows, columns, pages]), self.device)
+            at = upload([rows, columns, pages], self.device)
             table[at[0], at[1]] = at[2].to(torch.int32)
 
     def locate(self, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

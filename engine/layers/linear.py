@@ -41,7 +41,7 @@ class DeferredProduct:
 class DeferredNorm:
     """norm(x) [T, D] on a GPU, for one reader."""
 
-    norm: "RMSNorm | OffsetNorm"
+    norm: "RMSNorm"
     x: torch.Tensor
 
     def product(self) -> torch.Tensor:
@@ -63,19 +63,24 @@ def settled(delta: Addend | None) -> torch.Tensor | None:
 
 
 class RMSNorm:
-    """x / sqrt(mean(x**2) + eps) * weight over the last dim of x [T, D], in fp32."""
+    """x / sqrt(mean(x**2) + eps) * weight over the last dim of x [T, D], in fp32.
 
-    offset = 0.0
+    With an `offset` it multiplies by weight + offset (Gemma), in fp32 for any weight dtype.
+    """
 
-    def __init__(self, weight: torch.Tensor, *, eps: float) -> None:
+    def __init__(self, weight: torch.Tensor, *, eps: float, offset: float = 0.0) -> None:
         self.weight = weight
         self.eps = eps
+        self.offset = offset
         self._kernel = elementwise_for(weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._kernel is not None:
-            return self._kernel.rms_norm(x, self.weight, eps=self.eps)
-        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+            return self._kernel.rms_norm(x, self.weight, eps=self.eps, offset=self.offset)
+        if not self.offset:
+            return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        weight = self.weight.float() + self.offset
+        return functional.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
 
     def of_columns(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize columns of a wider tensor, without a copy on a GPU."""
@@ -88,34 +93,11 @@ class RMSNorm:
         if isinstance(delta, DeferredNorm):
             return _norm_of_norm(self, x, delta)
         if self._kernel is not None:
-            return self._kernel.rms_norm(x, self.weight, eps=self.eps, delta=settled(delta))
+            return self._kernel.rms_norm(x, self.weight, eps=self.eps, delta=settled(delta), offset=self.offset)
         return self(x.add_(settled(delta)))
 
 
-class OffsetNorm:
-    """RMSNorm times weight + offset (Gemma), in fp32 for any weight dtype."""
-
-    def __init__(self, weight: torch.Tensor, *, eps: float, offset: float) -> None:
-        self.weight = weight
-        self.eps = eps
-        self.offset = offset
-        self._kernel = elementwise_for(weight)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._kernel is not None:
-            return self._kernel.rms_norm(x, self.weight, eps=self.eps, offset=self.offset)
-        weight = self.weight.float() + self.offset
-        return functional.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
-
-    def of_sum(self, x: torch.Tensor, delta: Addend | None) -> torch.Tensor:
-        if isinstance(delta, DeferredNorm):
-            return _norm_of_norm(self, x, delta)
-        if delta is not None and self._kernel is not None:
-            return self._kernel.rms_norm(x, self.weight, eps=self.eps, delta=settled(delta), offset=self.offset)
-        return self(x if delta is None else x.add_(settled(delta)))
-
-
-def _norm_of_norm(norm: "RMSNorm | OffsetNorm | None", x: torch.Tensor, delta: DeferredNorm) -> torch.Tensor:
+def _norm_of_norm(norm: RMSNorm | None, x: torch.Tensor, delta: DeferredNorm) -> torch.Tensor:
     from engine.kernels.triton.elementwise import norm_of_normed_sum
 
     weight, eps, offset = (None, 0.0, 0.0) if norm is None else (norm.weight, norm.eps, norm.offset)
@@ -163,7 +145,7 @@ class NoNorm:
         return x if delta is None else add(x, delta)
 
 
-Norm = RMSNorm | OffsetNorm | LayerNorm
+Norm = RMSNorm | LayerNorm
 Normed = Norm | NoNorm
 
 
@@ -171,10 +153,6 @@ def normed_later(norm: Norm, x: Addend) -> Addend:
     """norm(x), or on a GPU a norm for the one that adds it."""
     x = settled(x)
     return DeferredNorm(norm, x) if not isinstance(norm, LayerNorm) and takes_triton(x.device) else norm(x)
-
-
-def rms_norm(weight: torch.Tensor, *, eps: float, offset: float) -> RMSNorm | OffsetNorm:
-    return OffsetNorm(weight, eps=eps, offset=offset) if offset else RMSNorm(weight, eps=eps)
 
 
 @dataclass(eq=False)
@@ -248,7 +226,7 @@ class Linear:
     def of_norm(self, norm: Normed, x: torch.Tensor, delta: Addend | None) -> torch.Tensor:
         """self(norm.of_sum(x, delta)); fused on CPUs, to the bit, and on GPUs."""
         matrix = self._fused()
-        if matrix is not None and isinstance(norm, RMSNorm):
+        if matrix is not None and isinstance(norm, RMSNorm) and not norm.offset:
             return matrix.times_normed(x, norm.weight, eps=norm.eps, delta=settled(delta))
         streamed = self._streamed(len(x))
         return self(norm.of_sum(x, delta)) if streamed is None else streamed.times(_weighed(norm, x, delta))
@@ -256,7 +234,7 @@ class Linear:
     def gated_of_norm(self, norm: Normed, x: torch.Tensor, delta: Addend | None, *, gate: str = "silu") -> torch.Tensor:
         """GATES[gate](self.of_norm(norm, x, delta)), fused like it."""
         matrix = self._fused()
-        if matrix is not None and matrix.gates and isinstance(norm, RMSNorm):
+        if matrix is not None and matrix.gates and isinstance(norm, RMSNorm) and not norm.offset:
             return matrix.times_normed(x, norm.weight, eps=norm.eps, delta=settled(delta), gated=True)
         streamed = self._streamed(len(x))
         if streamed is not None:
@@ -318,7 +296,7 @@ class _GpuMatrix(_PlainMatrix):
 
 def _weighed(norm: Normed, x: torch.Tensor, delta: Addend | None) -> "torch.Tensor | Weighed":
     """Return norm.of_sum(x, delta), perhaps without the factors of rows."""
-    if isinstance(delta, DeferredProduct) and isinstance(norm, RMSNorm | OffsetNorm):
+    if isinstance(delta, DeferredProduct) and isinstance(norm, RMSNorm):
         return delta.matrix.add_to(x, delta.x, scale=delta.scale, norm=norm.weight, eps=norm.eps, offset=norm.offset)
     return norm.of_sum(x, delta)
 

@@ -103,7 +103,7 @@ def prompt_chunks(prompts: Sequence[RequestRows], *, padding: int, device: torch
             chunks += now
             counts.append(len(now))
         parts.append((_rows_of(chunks, padding, device), counts))
-        yield PromptChunks(upload(torch.tensor([span.slot for span in group]), device), parts)
+        yield PromptChunks(upload([span.slot for span in group], device), parts)
 
 
 def _rows_of(chunks: Sequence[tuple[int, int]], padding: int, device: torch.device) -> Tensor:

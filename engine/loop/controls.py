@@ -3,12 +3,13 @@
 from collections.abc import Callable
 
 from engine.core.scheduler import Scheduler
-from engine.loop.control import AbortAll, ControlMessage, EngineControl, OccupationControl, ProfileControl
+from engine.loop.control import AbortAll, EngineControl, OccupationControl, ProfileControl
 from engine.loop.expert_record import ExpertRecord
 from engine.loop.listeners import OnStep, OpenRequests, Refuse
 from engine.loop.services import LoopServices, Ports
 from engine.loop.trainer_control import TrainerControl
 from engine.messages import (
+    ControlMessage,
     JoinTrainer,
     LeaveTrainer,
     LoadAdapter,
@@ -19,19 +20,6 @@ from engine.messages import (
     StopProfile,
     TokenOutput,
     UnloadAdapter,
-)
-
-ControlCall = (
-    ControlMessage
-    | LoadAdapter
-    | UnloadAdapter
-    | JoinTrainer
-    | LeaveTrainer
-    | ReleaseMemory
-    | ResumeMemory
-    | StartProfile
-    | StopProfile
-    | RecordExperts
 )
 
 
@@ -81,7 +69,7 @@ class Controls:
         """Note the calls of each turn, which a control enters when it is first used."""
         self._trainers.enter_when_used(on_turn)
 
-    def on_message(self, message: ControlCall) -> list[TokenOutput]:
+    def on_message(self, message: ControlMessage) -> list[TokenOutput]:
         """Answer a call, now or later; return outputs to send now."""
         match message:
             case LoadAdapter() | UnloadAdapter():

@@ -30,10 +30,8 @@ from engine.model_files.experts_config import (
 from engine.model_files.fields import (
     Arithmetic,
     Fields,
-    read_added_norms,
     read_falcon,
     read_gemma,
-    read_gpt_oss_attention,
     read_granite,
     read_olmo,
     read_phi,
@@ -149,7 +147,7 @@ _QWEN_HYBRID = Family(
     rotary_share=0.25,
     recurrent=read_delta,
     attention_gate=True,
-    arithmetic=read_added_norms,
+    arithmetic=partial(read_plain, norm_offset=1.0),
     nextn=NextnNames(
         layer="mtp.layers.0.",
         join="mtp.fc",
@@ -222,7 +220,7 @@ FAMILIES: dict[str, Family] = {
         out_bias=True,
         default_window=128,
         window_period=2,
-        arithmetic=read_gpt_oss_attention,
+        arithmetic=partial(read_plain, sinks=True),
         experts=read_gpt_oss,
         expert_names=GPT_OSS_NAMES,
         mxfp4=True,

@@ -164,16 +164,12 @@ class Arithmetic:
 PLAIN = Arithmetic()
 
 
-def read_plain(fields: Fields) -> Arithmetic:
-    return Arithmetic(activation=_activation(fields))
-
-
-def read_added_norms(fields: Fields) -> Arithmetic:
-    return Arithmetic(activation=_activation(fields), norm_offset=1.0)
+def read_plain(fields: Fields, **more: Any) -> Arithmetic:
+    return Arithmetic(activation=_activation(fields), **more)
 
 
 def read_olmo(fields: Fields) -> Arithmetic:
-    return Arithmetic(norm="bare", activation=_activation(fields), clip=_cap(fields, "clip_qkv"))
+    return read_plain(fields, norm="bare", clip=_cap(fields, "clip_qkv"))
 
 
 def read_phi(fields: Fields) -> Arithmetic:
@@ -184,16 +180,12 @@ def read_phi(fields: Fields) -> Arithmetic:
     return Arithmetic(norm="layer", activation="gelu_tanh alone")
 
 
-def read_gpt_oss_attention(fields: Fields) -> Arithmetic:
-    return Arithmetic(activation=_activation(fields), sinks=True)
-
-
 def read_gemma(fields: Fields) -> Arithmetic:
     if fields.get("hidden_activation") is None and fields.get("hidden_act") == "gelu":
         fields = fields.with_values(hidden_act="gelu_pytorch_tanh")  # the meaning of Gemma 1's first files
     scalar = _cap(fields, "query_pre_attn_scalar")
-    return Arithmetic(
-        activation=_activation(fields),
+    return read_plain(
+        fields,
         norm_offset=1.0,
         embedding_scale=math.sqrt(fields.count("hidden_size")),
         attention_scale=0.0 if scalar == 0 else scalar**-0.5,
@@ -203,8 +195,8 @@ def read_gemma(fields: Fields) -> Arithmetic:
 
 
 def read_granite(fields: Fields) -> Arithmetic:
-    return Arithmetic(
-        activation=_activation(fields),
+    return read_plain(
+        fields,
         embedding_scale=_multiplier(fields, "embedding_multiplier"),
         residual_scale=_multiplier(fields, "residual_multiplier"),
         attention_scale=_multiplier(fields, "attention_multiplier"),
@@ -219,8 +211,8 @@ def read_falcon(fields: Fields) -> Arithmetic:
     into, key = _multiplier(fields, "attention_in_multiplier"), _multiplier(fields, "key_multiplier")
     gate, down = read_multipliers(fields, "mlp_multipliers", count=2)
     head_dim = fields.count("head_dim", default=fields.count("hidden_size") // fields.count("num_attention_heads"))
-    return Arithmetic(
-        activation=_activation(fields),
+    return read_plain(
+        fields,
         embedding_scale=_multiplier(fields, "embedding_multiplier"),
         attention_factor=into * _multiplier(fields, "attention_out_multiplier"),
         gate_factor=gate,

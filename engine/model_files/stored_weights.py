@@ -62,10 +62,8 @@ def _fp8(config: Fields) -> StoredWeights:
 
 
 def _awq(config: Fields) -> StoredWeights:
-    bits, version = (
-        config.count("bits" if config.get("bits") is not None else "w_bit"),
-        config.text("version", default="gemm"),
-    )
+    bits = config.count("bits" if config.get("bits") is not None else "w_bit")
+    version = config.text("version", default="gemm")
     if bits != 4:
         raise config.error("bits", f"AWQ of {bits} bits is not supported, only of 4; {REMEDY}")
     if version.lower() != "gemm":

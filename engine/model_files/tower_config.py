@@ -36,10 +36,6 @@ class TowerConfig:
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads
 
-    @property
-    def patch_size(self) -> int:
-        return CHANNELS * self.temporal_patch * self.patch**2
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowTower(TowerConfig):

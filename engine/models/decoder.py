@@ -41,6 +41,9 @@ class DenseDecoder:
             part.checkpoint.ignore(name)
         config, place, share = part.config, part.place, part.share
         self.config, self._share = config, share
+        self.vocab_size, self.num_layers, self.num_heads = config.vocab_size, config.num_layers, len(share.heads)
+        self.attention_needs = config.attention_needs()
+        self.sees = config.vision is not None  # tokens may be images, on any stage
         self.collectives: Collectives = part.collectives
         self._specs = [
             part.cache_spec(window=config.windows[layer] if config.windows else 0)
@@ -56,7 +59,7 @@ class DenseDecoder:
         self._calls: list[Layer | _Watched] = [*self._layers]
         self._recurrent = [mixer for layer in self._layers for mixer in recurrent_in(layer)]
         self.states: tuple[StepStates, ...] = ()  # one, of a model with recurrent layers
-        self._norm: Normed = part.last_norm() if place.is_last_stage else NoNorm()
+        self._norm: Normed = part.norm(part.final_norm) if place.is_last_stage else NoNorm()
         self._labels = part.labels()
         self.balance: ExpertBalance | None = part.balance
         self.drafter: DraftModel | None = None
@@ -83,23 +86,6 @@ class DenseDecoder:
         own = numbers.norm == "rms" and numbers.is_gated and not numbers.clip
         dense = all(map(config.is_dense, range(config.num_layers)))
         return own and dense and config.qk_norm != "whole" and not self._watched
-
-    @property
-    def attention_needs(self) -> tuple[str, ...]:
-        return self.config.attention_needs()
-
-    @property
-    def num_heads(self) -> int:
-        return len(self._share.heads)
-
-    @property
-    def sees(self) -> bool:
-        """True if tokens may be images, on any stage."""
-        return self.config.vision is not None
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
 
     def cache_specs(self) -> list[CacheSpec]:
         return list(self._specs)
@@ -132,10 +118,6 @@ class DenseDecoder:
             if index not in self._share.layers
             for site in self._layers[0].sites
         ]
-
-    @property
-    def num_layers(self) -> int:
-        return self.config.num_layers
 
     def mixtures(self) -> dict[int, Mixture]:
         found = zip(self._share.layers, self._layers, strict=True)
@@ -279,7 +261,7 @@ def _ends(part: ModelPart) -> tuple[Callable[[torch.Tensor], torch.Tensor], Voca
             scale = torch.tensor(config.arithmetic.embedding_scale, dtype=part.checkpoint.dtype).item()
             embed = Embedding(table, own=part.share.vocab, scale=scale, collectives=part.collectives)
         if tied:
-            return embed, _over_ranks(part, part.tied_head(table))
+            return embed, _over_ranks(part, part.head(tied=[table]))
     if not place.is_last_stage:
         return embed, NoHead(0)
     return embed, _over_ranks(part, part.head() if config.generates else NoHead(len(part.share.vocab)))

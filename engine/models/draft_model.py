@@ -57,11 +57,7 @@ class DraftModel(Protocol):
 class StandaloneModel:
     def __init__(self, model: "DenseDecoder") -> None:
         self._model = model
-        self.num_heads = model.num_heads
-
-    @property
-    def attention_needs(self) -> Sequence[str]:
-        return self._model.attention_needs
+        self.num_heads, self.attention_needs = model.num_heads, model.attention_needs
 
     def cache_specs(self) -> list[CacheSpec]:
         return [replace(spec, drafter=LAYER) for spec in self._model.cache_specs()]

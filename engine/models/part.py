@@ -1,13 +1,13 @@
 """A rank's part of a model: cuts of the checkpoint, linear layers over ranks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from itertools import accumulate
 
 import torch
 
 from engine.kv.cache_spec import CacheSpec
-from engine.layers.linear import LayerNorm, Linear, Norm, RowLinear, SiteShape, rms_norm
+from engine.layers.linear import LayerNorm, Linear, Norm, RMSNorm, RowLinear, SiteShape
 from engine.layers.rope import head_order
 from engine.model_files.head_config import family_of
 from engine.model_files.model_config import ModelConfig
@@ -58,7 +58,7 @@ class ModelPart:
         self.mlp_segments = max(1, reduce_units // place.mlp_size)
         self.whole_segments = max(1, reduce_units)  # for what is replicated
         family = family_of(config.architecture)
-        self.mlp_names, self.out_name, self._final_norm = family.mlp, family.out, f"model.{family.final_norm}"
+        self.mlp_names, self.out_name, self.final_norm = family.mlp, family.out, f"model.{family.final_norm}"
         self._head_bias = family.head_bias
         self.q = Cut(config.num_heads, self.share.heads).times(config.head_dim)
         self.kv = Cut(config.num_kv_heads, self.share.kv_heads).times(config.head_dim)
@@ -94,21 +94,16 @@ class ModelPart:
     def cache_spec(self, *, window: int = 0) -> CacheSpec:
         return layer_spec(self.config, self.share, dtype=self.checkpoint.dtype_name, window=window)
 
-    def head(self) -> Linear:
-        name = "lm_head.weight"
-        return self._head(name, lambda: self.table(name))
-
-    def tied_head(self, table: torch.Tensor) -> Linear:
-        return self._head(EMBEDDING, lambda: table)
-
-    def _head(self, name: str, table: Callable[[], torch.Tensor]) -> Linear:
-        rows = Cut(self.config.vocab_size, self.share.vocab)
+    def head(self, tied: Sequence[torch.Tensor] = ()) -> Linear:
+        """`tied`: the embedding table, if that is the head."""
+        name, rows = EMBEDDING if tied else "lm_head.weight", Cut(self.config.vocab_size, self.share.vocab)
         bias = self.checkpoint.take("lm_head.bias", [rows]) if self._head_bias else None
         inputs = self.config.hidden_size
-        weight = self.matrices.taken(
-            self.checkpoint, [name], [rows], inputs, (), floats=lambda: self.matrices.rounded_head(table())
-        )
-        return Linear(weight, bias)
+
+        def floats() -> Weight:
+            return self.matrices.rounded_head(*(tied or [self.table(name)]))
+
+        return Linear(self.matrices.taken(self.checkpoint, [name], [rows], inputs, (), floats=floats), bias)
 
     def labels(self) -> torch.Tensor:
         """[labels, hidden] of a classifier, fp32."""
@@ -157,10 +152,7 @@ class ModelPart:
         weight = self.vector(f"{name}.weight")
         if arithmetic.norm == "layer":
             return LayerNorm(weight, self.vector(f"{name}.bias"), eps=eps)
-        return rms_norm(weight, eps=eps, offset=arithmetic.norm_offset)
-
-    def last_norm(self) -> Norm:
-        return self.norm(self._final_norm)
+        return RMSNorm(weight, eps=eps, offset=arithmetic.norm_offset)
 
     def qkv(self, prefix: str, *, inputs: int | None = None) -> tuple[Linear, SiteShape]:
         """In RoPE order, after gates, if any."""
@@ -238,7 +230,7 @@ class ModelPart:
             for tower in (VISUAL, CLIP, PROJECTOR):
                 self.checkpoint.ignore(tower)
         if not place.is_last_stage:
-            self.checkpoint.ignore(f"{self._final_norm}.")
+            self.checkpoint.ignore(f"{self.final_norm}.")
             self.checkpoint.ignore("score.weight")
         if config.tie_word_embeddings or not config.generates or not place.is_last_stage:
             self.checkpoint.ignore("lm_head.weight")

@@ -7,8 +7,9 @@ Slots are expert places, numbered by rank. Each token has k slots, best first:
 A token's own rank sums in the token's order, for equal results on any ranks. Slot -1 is no rank.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from engine.parallel.collectives import Collectives, SharedMemoryCollectives
 from engine.parallel.network import NOTHING
 from engine.parallel.process_groups import NcclCollectives
 from engine.parallel.row_exchange import GroupRows, RowExchange, SharedMemoryRows
+
+_R = TypeVar("_R", bound=Collectives)
 
 # (rows [n, hidden] sorted by slot, row counts of own slots i64) -> float32[n, width]
 Compute = Callable[[Tensor, Tensor], Tensor]
@@ -30,21 +33,27 @@ class Answered(NamedTuple):
     mine: slice = slice(None)
 
 
-class ExpertRows(Protocol):
-    recordable: bool
+class ExpertRows(ABC, Generic[_R]):
+    recordable = False
 
-    def own_slots(self, slots: int) -> range: ...
+    def __init__(self, ranks: _R) -> None:
+        self._ranks = ranks
 
+    def own_slots(self, slots: int) -> range:
+        assert slots % self._ranks.size == 0, (slots, self._ranks.size)
+        each = slots // self._ranks.size
+        return range(each * self._ranks.rank, each * (self._ranks.rank + 1))
+
+    @abstractmethod
     def answers(self, own: Tensor, slots: Tensor, compute: Compute, *, total: int, recorded: bool) -> Answered:
         """Outputs for `own` [T, hidden], `slots` i64[T, k] of `total`. `recorded`: in a graph."""
-        ...
 
     def whole(self, part: Tensor, tokens: int) -> Tensor:
         """[tokens, n] of all own tokens, from `part` [t, n] of those that had answers here."""
-        ...
+        return part
 
 
-def expert_rows(collectives: Collectives, exchange: RowExchange | None) -> ExpertRows:
+def expert_rows(collectives: Collectives, exchange: RowExchange | None) -> ExpertRows[Any]:
     if isinstance(exchange, SharedMemoryRows):
         return TakenRows(exchange.ranks, exchange)
     if isinstance(exchange, GroupRows):
@@ -54,17 +63,12 @@ def expert_rows(collectives: Collectives, exchange: RowExchange | None) -> Exper
     return TakenRows(collectives) if isinstance(collectives, SharedMemoryCollectives) else SummedRows(collectives)
 
 
-class TakenRows:
+class TakenRows(ExpertRows[SharedMemoryCollectives]):
     """All-to-all over shared memory; without `exchange` all ranks have the same rows."""
 
-    recordable = False
-
     def __init__(self, ranks: SharedMemoryCollectives, exchange: SharedMemoryRows | None = None) -> None:
-        self._ranks = ranks
+        super().__init__(ranks)
         self._exchange = exchange
-
-    def own_slots(self, slots: int) -> range:
-        return _share(slots, self._ranks)
 
     def answers(self, own: Tensor, slots: Tensor, compute: Compute, *, total: int, recorded: bool) -> Answered:
         exchange, (tokens, each) = self._exchange, slots.shape
@@ -84,20 +88,9 @@ class TakenRows:
         found = self._ranks.take_rows(answers, first=first, total=ends[-1], wanted=wanted)
         return Answered(found.view(tokens, each, answers.shape[1]), rows)
 
-    def whole(self, part: Tensor, tokens: int) -> Tensor:
-        return part
 
-
-class SummedRows:
+class SummedRows(ExpertRows[Collectives]):
     """Sum over ranks with the same rows, zeros for other ranks' experts."""
-
-    recordable = False
-
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
-
-    def own_slots(self, slots: int) -> range:
-        return _share(slots, self._collectives)
 
     def answers(self, own: Tensor, slots: Tensor, compute: Compute, *, total: int, recorded: bool) -> Answered:
         mine, (tokens, each) = self.own_slots(total), slots.shape
@@ -106,14 +99,11 @@ class SummedRows:
         order, own_rows = _sorted(torch.where(here, flat - mine.start, -1), len(mine))
         answers = compute(own.index_select(0, order // each), own_rows)
         partial = torch.empty_like(answers).index_copy_(0, order, answers).masked_fill_(~here.unsqueeze(1), NOTHING)
-        found = self._collectives.sum(partial, dtype=torch.float32)
+        found = self._ranks.sum(partial, dtype=torch.float32)
         return Answered(found.view(tokens, each, answers.shape[1]), _counts(flat, total))
 
-    def whole(self, part: Tensor, tokens: int) -> Tensor:
-        return part
 
-
-class SentRows:
+class SentRows(ExpertRows[NcclCollectives]):
     """All-to-all over process groups, after DeepSeek's DeepEP; no row is dropped.
 
     Ranks with the same rows (`stage`) get answers for a share each.
@@ -126,10 +116,8 @@ class SentRows:
     recordable = True
 
     def __init__(self, ranks: NcclCollectives, *, stage: Collectives, exchange: GroupRows | None = None) -> None:
-        self._ranks, self._stage, self._exchange = ranks, stage, exchange
-
-    def own_slots(self, slots: int) -> range:
-        return _share(slots, self._ranks)
+        super().__init__(ranks)
+        self._stage, self._exchange = stage, exchange
 
     def answers(self, own: Tensor, slots: Tensor, compute: Compute, *, total: int, recorded: bool) -> Answered:
         share = self._share_of(len(own))
@@ -216,12 +204,6 @@ class _Sent:
 
 def _padded(x: Tensor, rows: int, *, value: int = 0) -> Tensor:
     return torch.nn.functional.pad(x, (0, 0, 0, rows - len(x)), value=value)
-
-
-def _share(slots: int, ranks: Collectives) -> range:
-    assert slots % ranks.size == 0, (slots, ranks.size)
-    each = slots // ranks.size
-    return range(each * ranks.rank, each * (ranks.rank + 1))
 
 
 def _sorted(slots: Tensor, total: int) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -103,36 +104,20 @@ def _divided(device: torch.device, decode_sms: Sequence[int]) -> list[dict[Phase
 
 def _on_cpu(config: EngineConfig) -> _Streams:
     assert config.num_threads is not None, "resolved"
-    share = CoreShare(config.num_threads)
-    streams = {Phase.DECODE: _decodes(config, share), Phase.PREFILL: _prompts(config, share)}
-    return _Streams(streams, parts=share.num_threads, give=share.give)
+    share, seed = CoreShare(config.num_threads), config.random_seed or 0
+    own = partial(ThreadStream, num_threads=config.num_threads, max_delay_s=config.stream_delay_s)
 
-
-def _decodes(config: EngineConfig, share: CoreShare) -> ThreadStream:
-    assert config.num_threads is not None, "resolved"
-    return ThreadStream(
-        num_threads=config.num_threads,
-        max_delay_s=config.stream_delay_s,
-        seed=config.random_seed or 0,
-        begin=lambda: tape.let_count(share.for_decodes),
-        around=_around(config, share, Phase.DECODE, share.decode_step),
-    )
-
-
-def _prompts(config: EngineConfig, share: CoreShare) -> ThreadStream:
-    assert config.num_threads is not None, "resolved"
-
-    def begin() -> None:
+    def begin_prompts() -> None:
         be_nice()
         tape.let_count(share.for_prompts)
 
-    return ThreadStream(
-        num_threads=config.num_threads,
-        max_delay_s=config.stream_delay_s,
-        seed=(config.random_seed or 0) + 1,
-        begin=begin,
-        around=_around(config, share, Phase.PREFILL, share.prompt_step),
+    decodes = own(
+        seed=seed,
+        begin=lambda: tape.let_count(share.for_decodes),
+        around=_around(config, share, Phase.DECODE, share.decode_step),
     )
+    prompts = own(seed=seed + 1, begin=begin_prompts, around=_around(config, share, Phase.PREFILL, share.prompt_step))
+    return _Streams({Phase.DECODE: decodes, Phase.PREFILL: prompts}, parts=share.num_threads, give=share.give)
 
 
 def _around(

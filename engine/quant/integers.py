@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.model_files.stored_weights import Packing
-
 _HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_HALF, *(-value for value in _HALF))  # by 4 bits: sign, 2 exponent, 1 mantissa
 
@@ -60,10 +58,6 @@ class Integers:
     @property
     def device(self) -> torch.device:
         return self.values.device
-
-    @property
-    def size_bytes(self) -> int:
-        return Packing(self.bits, self.group, self.offsets is not None).size_bytes(*self.shape)
 
     def times(self, factor: float) -> "Integers":
         offsets = None if self.offsets is None else self.offsets * factor

@@ -47,7 +47,7 @@ class TritonSampler:
     ) -> tuple[Tensor, Tensor]:
         """Slots with drafts have no penalties, since the kernel counts."""
         assert logits.shape == (len(slots), self._vocab_size), (logits.shape, len(slots), self._vocab_size)
-        inputs = upload(torch.tensor([list(slots), list(output_lens)]), self._device)
+        inputs = upload([list(slots), list(output_lens)], self._device)
         masks = None if mask is None else self._masks(mask, slots, output_lens)
         return triton_sample.sample(logits, inputs[0], inputs[1], self._requests, masks)
 

@@ -17,11 +17,7 @@ class AcceptedKV:
     def __init__(self, parts: DraftParts, tails: Tails | None) -> None:
         self._pools, self._page_table, self._tails = parts.pools, parts.pools[0].page_table, tails
         self._collectives, self._futures = parts.collectives, parts.futures
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether chains leave something; trees always do."""
-        return self._tails is not None or self._futures is not None
+        self.is_needed = tails is not None or parts.futures is not None  # by chains; trees always leave something
 
     def keep_of(self, items: Sequence[PlanItem], tokens: Tensor | None, features: Tensor | None) -> None:
         """Keep what follows from a step with drafts, by `features` [T, size] of its rows.

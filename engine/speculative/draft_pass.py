@@ -42,14 +42,8 @@ class DraftPass(StepPart):
         self._guesses = DraftSteps(parts, passes)
         self._passes = None if recording is None else PassGraphs(parts, passes, recording)
         self._accepts = None if recording is None else AcceptGraphs(parts, self._kv, recording)
-
-    @property
-    def recorded(self) -> list[Recorded]:
-        return [each for each in (self._passes, self._accepts) if each is not None]
-
-    @property
-    def follows_in_graphs(self) -> bool:
-        return isinstance(self._backend, CapturableBackend)
+        self.recorded: list[Recorded] = [each for each in (self._passes, self._accepts) if each is not None]
+        self.follows_in_graphs = isinstance(parts.backend, CapturableBackend)
 
     def expect(self, batch: Batch) -> None:
         """Read the step's tokens before a recorded step replaces them."""
@@ -103,7 +97,7 @@ class DraftPass(StepPart):
         return partial(guesses_of, passes)
 
     def _ids(self, values: list[int]) -> Tensor:
-        return upload(torch.tensor(values), self._page_table.device)
+        return upload(values, self._page_table.device)
 
 
 class FeatureDraftPass(DraftPass):

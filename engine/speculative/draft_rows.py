@@ -25,7 +25,7 @@ class DraftTrees(StepPart):
         if not has_trees(rows.items):
             return
         step, device = rows.step, self._table.device
-        rows.places = upload(torch.tensor(places_of(rows.items)), device)
+        rows.places = upload(places_of(rows.items), device)
         step.token_pages, step.token_offsets = self._table.locate(rows.token_slots, rows.places)
         step.paths = paths_of(rows.items, device)
 

@@ -353,14 +353,14 @@ class DraftSteps:
         for number in range(max(item.to_draft for item in items)):
             left = [n for n, i in enumerate(of) if items[i].to_draft > number]
             if len(left) < len(of):
-                of, paths = [of[n] for n in left], paths.only(self._ids(left))
+                of, paths = [of[n] for n in left], paths.only(upload(left, self._device))
             lengths, width = self._lengths(paths, [items[i] for i in of], number), paths.width
             table, paths = self._passes.run(drafter, paths, number, lengths)
             found.append(Drafted(of, table, width, paths.topk))
         return found
 
     def _known(self, items: Sequence[PlanItem]) -> DraftPaths:
-        rows = KnownRows(*self._ids(known_rows(items)).T.contiguous().unbind())
+        rows = KnownRows(*upload(known_rows(items), self._device).T.contiguous().unbind())
         paths = self._passes.known(rows, topk=items[0].topk)
         if any(item.images is not None and item.images.rope is not None for item in items):
             return replace(paths, turns=rope_positions(items, paths.starts))
@@ -370,9 +370,6 @@ class DraftSteps:
         if self._on_device:
             return DeviceLengths(self._parts, paths, paths.output_lens + number)
         return _HostLengths(self._parts, items)
-
-    def _ids(self, values: Sequence[int] | Sequence[tuple[int, ...]]) -> Tensor:
-        return upload(torch.tensor(values), self._device)
 
 
 def _from(item: PlanItem, start: int) -> PlanItem:

@@ -58,7 +58,8 @@ def _checked(found: Mapping[str, Tensor], stored: Safetensors | None, *, tied: b
             continue
         own = by_file.get(name) or canonical_name(name)
         if stored is None:
-            _check_floats(name, tensor)
+            if tensor.dtype not in DTYPES.values():
+                raise ConfigError(f"tensor {name} is {_name_of(tensor.dtype)}, and must be of {', '.join(DTYPES)}")
         elif own not in stored.names():
             raise ConfigError(f"tensor {name} is not part of the model; names are those of its checkpoint")
         else:
@@ -78,11 +79,6 @@ def _check_like(name: str, tensor: Tensor, stored: Tensor) -> None:
     both = {tensor.dtype, stored.dtype}
     if len(both) > 1 and not both.issubset(DTYPES.values()):
         raise ConfigError(f"tensor {name} is {_name_of(tensor.dtype)}, the checkpoint's {_name_of(stored.dtype)}")
-
-
-def _check_floats(name: str, tensor: Tensor) -> None:
-    if tensor.dtype not in DTYPES.values():
-        raise ConfigError(f"tensor {name} is {_name_of(tensor.dtype)}, and must be of {', '.join(DTYPES)}")
 
 
 def _name_of(dtype: torch.dtype) -> str:

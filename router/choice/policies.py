@@ -130,11 +130,6 @@ class Policy(ABC):
     def note(self, choice: Placement, hints: RoutingHints) -> None:  # noqa: B027 (most have no state)
         """Record that the request is sent there."""
 
-    def choose(self, pool: Pool, hints: RoutingHints) -> Placement:
-        choice = self.look(pool, hints)
-        self.note(choice, hints)
-        return choice
-
     def some(self, pool: Pool, hints: RoutingHints) -> list[Placement]:
         """Up to `SCANNED` workers (router/history/forecast.py)."""
         return [Placement(worker) for worker in few_of(pool, self.draw, SCANNED)]

@@ -112,11 +112,8 @@ class RouterMetrics(Collector):
         self._answered[path, status] += 1
         self._duration_s.observe(path, seconds)
 
-    def exposition(self) -> bytes:
-        return generate_latest(self._registry)
-
     async def scrape(self) -> bytes:
-        """`exposition`, yielding in between (50 ms for a thousand workers)."""
+        """`generate_latest`, yielding in between (50 ms for a thousand workers)."""
         parts = []
         for family in self._registry.collect():
             parts.append(generate_latest(_OneFamily(family)))

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from fastapi import Response
 
 from router.attempts.request import ClientStream, RequestContext, Serve
-from router.requests.answer import HANDED_BACK, draining, error_of
-from service.http.errors import ApiError
+from router.requests.answer import HANDED_BACK, error_of
+from service.http.errors import ApiError, draining
 from service.http.keep_alive import KeepAlive
 from service.http.request import HttpRequest, StreamedResponse
 from service.http.routes import errors_of

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from router.config import BreakerFlags, HealthFlags
@@ -155,6 +155,8 @@ def _rows(listed: object, field: str = "data", key: str = "id") -> list[dict[str
 
 MAX_FORMER_LIVES = 16  # former incarnations per worker
 MAX_POOLS = 256  # cached until the next change
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 
 
 class WorkerTableError(ApiError):
@@ -261,15 +263,7 @@ class WorkerTable:
 
     def pool(self, role: Role, model: str) -> Pool:
         """Alive workers of `model` (empty: any), silent ones if all are. Cached."""
-        found = self._pools.get((role, model))
-        if found is None:
-            if len(self._pools) >= MAX_POOLS:
-                self._pools.clear()
-            found = self._pools[role, model] = self._pool(role, model)
-        return found
-
-    def _pool(self, role: Role, model: str) -> Pool:
-        return _heard(self._serving(role, model))
+        return _kept(self._pools, (role, model), lambda: _heard(self._serving(role, model)))
 
     def _serving(self, role: Role, model: str) -> Pool:
         return [w for w in self.alive(role) if not model or serves(w.models, model)]
@@ -278,12 +272,7 @@ class WorkerTable:
         """Groups that serve `model` (empty: any); for pairs also workers that serve whole requests,
         as groups of one pool. Cached.
         """
-        found = self._routes.get((way, model))
-        if found is None:
-            if len(self._routes) >= MAX_POOLS:
-                self._routes.clear()
-            found = self._routes[way, model] = self._groups(way, model)
-        return found
+        return _kept(self._routes, (way, model), lambda: self._groups(way, model))
 
     @property
     def misfits(self) -> Mapping[int, str]:
@@ -433,7 +422,7 @@ class WorkerTable:
         assert list(self._by_name.values()) == workers
         assert all(self.find(w.url) is w for w in workers)
         assert sorted(self._unsettled) == [w.worker_id for w in workers if w.circuit.state is not State.CLOSED]
-        anew = {key: self._pool(*key) for key in self._pools}
+        anew = {key: _heard(self._serving(*key)) for key in self._pools}
         assert self._pools == anew
         grouped = {key: self._groups(*key) for key in self._routes}
         assert self._routes == grouped
@@ -455,6 +444,15 @@ def is_up(worker: Worker) -> bool:
     if worker.health is not Health.UP or worker.switching_to is not None:
         return False
     return not worker.leaving or worker.last_resort
+
+
+def _kept(cache: dict[_K, _V], key: _K, make: Callable[[], _V]) -> _V:
+    found = cache.get(key)
+    if found is None:
+        if len(cache) >= MAX_POOLS:
+            cache.clear()
+        found = cache[key] = make()
+    return found
 
 
 def _heard(pool: Pool) -> tuple[Worker, ...]:

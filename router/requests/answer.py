@@ -19,7 +19,7 @@ from router.pool.reports import lack_of, lacks_route, parse_error
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable, serves
 from router.requests.merge import Merger
-from service.http.errors import DRAINING, ApiError
+from service.http.errors import ApiError, draining
 from service.http.request import DirectWrites, StreamedResponse
 from service.http.resume import RESUME_FIELD, RESUME_HEADER, FrameRecord, sign
 from service.http.routes import EVENTS_TYPE, LINES_TYPE, errors_of
@@ -223,10 +223,6 @@ def ask_for_rest(request: RequestContext, resume: bytes, secret: bytes) -> None:
 # ---- The router's own answers to failures. Pure.
 
 HANDED_BACK = "the router is draining and could not finish this request (--drain-timeout); try again"
-
-
-def draining(message: str) -> ApiError:
-    return ApiError(503, message, code=DRAINING, retry_after_s=1)
 
 
 def no_worker(

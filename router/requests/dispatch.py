@@ -22,10 +22,10 @@ from router.choice.policies import Chooser
 from router.client.credentials import Credentials
 from router.pool.worker import Way
 from router.pool.workers import UnknownModel
-from router.requests.answer import ENDS, HANDED_BACK, WORKER_CODE, ClientAnswer, draining, failure_response, no_worker
+from router.requests.answer import ENDS, HANDED_BACK, WORKER_CODE, ClientAnswer, failure_response, no_worker
 from router.requests.merge import Merger
 from router.requests.picking import Picker
-from service.http.errors import ApiError
+from service.http.errors import ApiError, draining
 from service.http.guard import CALLER, CLIENT_GONE, caller_header, rank_in, time_given
 from service.http.request import HttpRequest
 from service.http.routes import REQUEST_ID, invoked_path

@@ -102,6 +102,11 @@ def missing(field: str) -> ApiError:
     return bad_field(field, "is missing")
 
 
+def draining(message: str) -> ApiError:
+    """An error on which routers try another worker."""
+    return ApiError(503, message, code=DRAINING, retry_after_s=1)
+
+
 def check_choice(field: str, value: str | None, known: Collection[str]) -> None:
     """Raises ApiError(400) unless it is null or one of `known`."""
     if value is not None and value not in known:
@@ -302,10 +307,6 @@ _READ = frozenset(("gzip", "x-gzip", "deflate"))
 _NOT_READ = frozenset(("br", "zstd", "compress", "x-compress", "dcb", "dcz", "exi", "aes128gcm", "pack200-gzip"))
 
 
-def max_inflated(size: int, *, most_bytes: int) -> int:
-    return min(most_bytes, max(ALWAYS_BYTES, MAX_TIMES * size))
-
-
 def coding_of(encoding: str) -> str:
     """The coding, if any ("utf-8" is none). Raises ApiError(415)."""
     names = [name.strip().lower() for name in encoding.split(",")]
@@ -318,7 +319,7 @@ def coding_of(encoding: str) -> str:
 
 def inflate(data: bytes, coding: str, *, most_bytes: int) -> bytes:
     """Decompress. ApiError: 413 too large, 400 broken."""
-    pieces, size, most = [], 0, max_inflated(len(data), most_bytes=most_bytes)
+    pieces, size, most = [], 0, min(most_bytes, max(ALWAYS_BYTES, MAX_TIMES * len(data)))
     if not data:
         return data
     try:

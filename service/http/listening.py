@@ -5,7 +5,7 @@ import errno
 import logging
 import os
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ class ListeningPort:
     """Made by `open_port`; `port` is never 0."""
 
     def __init__(self, host: str, port: int, sockets: list[socket.socket]) -> None:
-        self.host, self.port = host, port
-        self._sockets = sockets
+        self.host, self.port, self.url = host, port, url_of(host, port)
+        self.sockets = sockets
 
     @classmethod
     def inherited(cls, host: str, descriptors: Iterable[int]) -> "ListeningPort":
@@ -33,15 +33,7 @@ class ListeningPort:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        return tuple(sock.fileno() for sock in self._sockets)
-
-    @property
-    def url(self) -> str:
-        return url_of(self.host, self.port)
-
-    @property
-    def sockets(self) -> Sequence[socket.socket]:
-        return self._sockets
+        return tuple(sock.fileno() for sock in self.sockets)
 
 
 def url_of(host: str, port: int) -> str:

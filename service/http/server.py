@@ -83,14 +83,6 @@ class HttpServer:
         self._state = _State()
         self._listeners: list[asyncio.Server] = []
 
-    @property
-    def num_connections(self) -> int:
-        return len(self._state.connections)
-
-    @property
-    def is_listening(self) -> bool:
-        return bool(self._listeners)
-
     async def serve(self, port: ListeningPort) -> None:
         """Accept connections; later ones queue in the kernel, as `port` outlives the server."""
         loop = asyncio.get_running_loop()

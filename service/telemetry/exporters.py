@@ -132,7 +132,8 @@ def trace_file(records: Sequence[Record]) -> dict[str, Any]:
     router's call to the worker.
     """
     origin_s = min((record.start_s for record in records), default=0.0)
-    calls = {(r.request_id, call.attributes["url.full"]): call for r in records for call in _upstream_calls(r)}
+    spans = [(r.request_id, span) for r in records if r.process == "router" for span in r.spans]
+    calls = {(rid, span.attributes["url.full"]): span for rid, span in spans if "url.full" in span.attributes}
     drawing = _Drawing(origin_s)
     for record in sorted(records, key=lambda r: (_ORDER.get(r.process, 3), r.url, r.start_s)):
         call = calls.get((record.request_id, record.url)) if record.url else None
@@ -142,10 +143,6 @@ def trace_file(records: Sequence[Record]) -> dict[str, Any]:
         "displayTimeUnit": "ms",
         "otherData": {"origin_unix_s": origin_s, "requests": len({record.request_id for record in records})},
     }
-
-
-def _upstream_calls(record: Record) -> list[Span]:
-    return [span for span in record.spans if record.process == "router" and "url.full" in span.attributes]
 
 
 class _Drawing:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from tests.core.drafter_model import DrafterModel
 
 VOCAB = 50
-MASK_BYTES = 8
 NO_MEMORY = "no memory"
 NO_DRAFT = -1
 MOST_UNSEEN = 1000  # drafts of a request that a step reads before the host sees them

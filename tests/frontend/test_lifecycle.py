@@ -14,12 +14,11 @@ from engine.frontend.client.engine_client import ClientLimits, EngineClient
 from engine.frontend.client.forecast import MIN_STARTED
 from engine.frontend.client.leaders import Leaders
 from engine.frontend.client.scheduler_link import SchedulerLink
-from engine.frontend.errors import draining
 from engine.frontend.metrics.worker import Metrics
 from engine.messages import FAKE_BOOTSTRAP_HOST, StepInfo, StepReply
 from engine.text.incremental import SampleText
 from service.flags import ConfigError
-from service.http.errors import ApiError
+from service.http.errors import ApiError, draining
 from service.http.heartbeats import PATH as HEARTBEATS
 from tests.frontend.conftest import Worker, byte_tokenizer, start_worker, wait_for, write_checkpoint
 from tests.frontend.worker_main import WorkerThread

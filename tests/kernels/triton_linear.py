@@ -12,7 +12,7 @@ import tests.triton_interpreter  # noqa: F401 (before kernels run)
 from engine.kernels.triton import packed_linear
 from engine.kernels.triton.linear import MAX_ROWS, StreamedLinear, counters
 from engine.layers import linear as layers
-from engine.layers.linear import GATES, DeferredProduct, Linear, OffsetNorm, RMSNorm, RowLinear, rms_norm
+from engine.layers.linear import GATES, DeferredProduct, Linear, RMSNorm, RowLinear
 from engine.model_files.model_config import load_model_config
 from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
@@ -83,8 +83,7 @@ def check_ways() -> None:
     assert isinstance(linear.later(x[:0]), Tensor)
     assert isinstance(Linear(weight.half()).later(x.half()), Tensor)
     assert isinstance(RowLinear(weight, None, collectives=SINGLE_RANK).later(x), Tensor)
-    norms = [rms_norm(torch.rand(64), eps=EPS, offset=offset) for offset in (0.0, 1.0)]
-    assert [type(norm) for norm in norms] == [RMSNorm, OffsetNorm]
+    norms = [RMSNorm(torch.rand(64), eps=EPS, offset=offset) for offset in (0.0, 1.0)]
     for norm in (*norms, layers.LayerNorm(torch.rand(64), None, eps=EPS), layers.NoNorm()):
         fused, plain = x.clone(), x.clone()
         right = weight @ norm.of_sum(plain, x @ weight.t()).t()

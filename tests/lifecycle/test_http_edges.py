@@ -94,10 +94,10 @@ async def answers_at_the_end(*requests: bytes) -> list[bytes]:
         server = HttpServer(asgi_app(handle, LIMITS), LIMITS, shutdown_timeout_s=1)
         await server.serve(port)
         reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
-        while not server.num_connections:
+        while not server._state.connections:
             await asyncio.sleep(0)
         end = asyncio.create_task(server.close())
-        while server.is_listening:
+        while server._listeners:
             await asyncio.sleep(0)
         for _ in range(10):  # turns of the loop, in which the server could close the connection
             await asyncio.sleep(0)

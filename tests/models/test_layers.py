@@ -9,7 +9,7 @@ from torch.nn import functional
 from engine.kernels.rows import elementwise
 from engine.layers import linear
 from engine.layers.experts import grouped_product
-from engine.layers.linear import Linear, OffsetNorm, RMSNorm, Scaled, gelu_mul, sigmoid_mul, silu_mul
+from engine.layers.linear import Linear, RMSNorm, Scaled, gelu_mul, sigmoid_mul, silu_mul
 from engine.layers.rope import NormedRope, apply_rope
 
 TOKENS, HEADS, DIM = 5, 3, 64
@@ -180,7 +180,7 @@ def test_what_gemma_and_granite_compute_otherwise_is_its_formula(
     tolerance = 2 * ONE_ROUNDING if dtype == torch.bfloat16 else 1e-5
     x, delta = (torch.randn(TOKENS, 96, generator=generator).to(dtype) for _ in range(2))
     weight, total = (0.1 * torch.randn(96, generator=generator)).to(dtype), x + delta
-    norm = OffsetNorm(weight, eps=1e-6, offset=1.0)
+    norm = RMSNorm(weight, eps=1e-6, offset=1.0)
     wide = total.double()
     expected = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * (1 + weight.double())
     torch.testing.assert_close(norm(total).double(), expected, rtol=tolerance, atol=1e-6)

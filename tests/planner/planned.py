@@ -87,7 +87,7 @@ def decode_s(*contexts: int) -> float:
 
 def assert_at_rest(planned: PlannedCluster) -> None:
     """Every owner agrees with itself, and nobody holds anything but cached prefixes."""
-    for worker in planned.workers():
+    for worker in planned.workers:
         worker.scheduler.check()
         worker.role.check()
         assert not worker.role.waits_for_outside()

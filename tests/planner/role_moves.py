@@ -86,7 +86,7 @@ class RoleMoves:
         self._controller = Controller(self.spec.flags)
         self._gauge = Gauge(self.spec.flags)
         self.cluster.on_end = self._check_drained
-        for pool in self.cluster.pools().values():
+        for pool in self.cluster.pools.values():
             for planned in pool:
                 self._add_worker(planned)
         self._look_later()
@@ -117,12 +117,13 @@ class RoleMoves:
         member = self._members[move.worker_id]
         self._table.retire(member.worker.url)
         began_s = self.cluster.timeline.now_s
-        self.cluster.retire(member.planned)
+        self.cluster.pools[member.planned.spec.role].remove(member.planned)
         self._draining[id(member.planned)] = partial(self._drained, move, member, began_s)
         self._check_drained(member.planned)
 
     def _check_drained(self, planned: PlanWorker) -> None:
-        if id(planned) in self._draining and self.cluster.is_idle(planned):
+        is_idle = not any(planned in live.open_workers for live in self.cluster._live.values())
+        if id(planned) in self._draining and is_idle:
             self._draining.pop(id(planned))()
 
     def _drained(self, move: Move, member: _Member, began_s: float) -> None:

@@ -132,7 +132,7 @@ def test_every_request_ends_with_any_memory(name: str) -> None:
     assert [r.error for r in records] == [None] * 60
     assert [r.output_tokens for r in records] == [one.output_len for one in requests]
     assert all(gap >= 0 for r in records for gap in r.itl_s)
-    assert all(worker.executor.busy_s <= worker.clock.now_s for worker in planned.workers())
+    assert all(worker.executor.busy_s <= worker.clock.now_s for worker in planned.workers)
     assert_at_rest(planned)
 
 

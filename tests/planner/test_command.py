@@ -216,7 +216,7 @@ def test_rates_and_ports_are_of_gpus(tmp_path: Path) -> None:
         (layout,) = study.layouts
         assert layout.tp == tp
         points[tp] = try_rate(study, layout, 4.0 / tp)
-        links[tp] = planned_cluster(study, layout).pools()["prefill"][0].spec.link_bytes_per_s
+        links[tp] = planned_cluster(study, layout).pools["prefill"][0].spec.link_bytes_per_s
     assert links == {1: 12.5e9, 2: 25e9}
     assert points[2].busy["prefill"] == pytest.approx(points[1].busy["prefill"], rel=0.01)
 

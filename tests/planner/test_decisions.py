@@ -203,7 +203,7 @@ def point(rate: float, share: float) -> Point:
 def test_the_search_finds_the_highest_good_rate(truth: float) -> None:
     search = Search(guess=1.0, share=0.9)
     while (rate := search.next_rate()) is not None:
-        search.add(point(rate, 0.95 if rate <= truth else 0.5))
+        search.points.append(point(rate, 0.95 if rate <= truth else 0.5))
     assert search.best is not None and truth / NEAR <= search.best.rate <= truth
     assert len(search.points) <= 14
 
@@ -211,12 +211,12 @@ def test_the_search_finds_the_highest_good_rate(truth: float) -> None:
 def test_a_search_gives_up_below_a_part_of_its_guess() -> None:
     search = Search(guess=2.0, share=0.9, lowest=0.4)
     while (rate := search.next_rate()) is not None:
-        search.add(point(rate, 0.0))
+        search.points.append(point(rate, 0.0))
     assert [point.rate for point in search.points] == [2.0, 1.0, 0.8]
 
 
 def test_a_good_rate_above_a_bad_one_is_chance() -> None:
     search = Search(guess=1.0, share=0.9)
     for rate, share in ((1.0, 0.95), (2.0, 0.8), (3.0, 0.91)):
-        search.add(point(rate, share))
+        search.points.append(point(rate, share))
     assert search.best is not None and search.best.rate == 1.0

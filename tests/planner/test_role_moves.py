@@ -69,7 +69,7 @@ def test_auto_roles_beat_every_fixed_split_when_needs_turn_over(start: str) -> N
     assert found > 1.3 * min(fixed().values())
     towards = [move.to_role for move in moves]
     assert towards[-1] is Role.DECODE and len(towards) <= 5
-    assert {role: len(pool) for role, pool in planned.pools().items()} == {"prefill": 1, "decode": 3}
+    assert {role: len(pool) for role, pool in planned.pools.items()} == {"prefill": 1, "decode": 3}
 
 
 def test_the_right_split_is_left_alone() -> None:
@@ -104,6 +104,6 @@ def test_workers_report_the_time_that_they_computed() -> None:
     planned.run(
         [*(request_at(i / 2, 400, 20, block=i) for i in range(20)), request_at(30, 1, 1)], rate=1.0, until_s=FOREVER
     )
-    for worker in planned.workers():
+    for worker in planned.workers:
         assert worker.state is not None and worker.executor.busy_s > 1.0
         assert worker.state.counters["busy_s"] == pytest.approx(worker.executor.busy_s, rel=0.02)

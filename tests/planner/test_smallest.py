@@ -98,7 +98,7 @@ def test_a_search_ends_where_a_run_is_too_short() -> None:
     tried = []
     while (rate := search.next_rate()) is not None:
         tried.append(rate)
-        search.add(point(rate, 1.0))
+        search.points.append(point(rate, 1.0))
     assert tried == [2.0, 3.0] and search.best is not None and search.best.rate == 3.0
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from prometheus_client import generate_latest
 
 from router.attempts.request import Events, RequestRefused, Slo
 from router.choice.policies import LeastLoad, Placement, RoutingHints
@@ -402,7 +403,7 @@ def test_metrics_show_circuits_forecasts_and_waiting_requests() -> None:
         unknown.circuit.record(Event.FAULT, 0.0)
     samples = {
         row.rpartition(" ")[0]: float(row.rpartition(" ")[2])
-        for row in metrics.exposition().decode().splitlines()
+        for row in generate_latest(metrics._registry).decode().splitlines()
         if not row.startswith("#")
     }
     of_known = '{role="prefill",url="http://a:1"}'

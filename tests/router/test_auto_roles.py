@@ -9,6 +9,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 from aiohttp import web
+from prometheus_client import generate_latest
 
 from router.config import RouterConfig
 from router.fleet import PeerProcesses
@@ -95,7 +96,7 @@ async def test_a_short_pool_gets_a_worker_and_everybody_can_see_why() -> None:
     (done,) = process.moves()
     assert (done["url"], done["to_role"], done["result"]) == ("http://h0:1", "decode", "moved")
     assert "decode is short" in done["reason"]
-    text = process.metrics.exposition().decode()
+    text = generate_latest(process.metrics._registry).decode()
     assert 'tandem_router_role_moves_total{model="m",result="moved",to_role="decode"} 1.0' in text
     assert 'tandem_router_role_pressure{model="m",role="decode"} 0.99' in text
 

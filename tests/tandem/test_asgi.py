@@ -81,7 +81,7 @@ async def test_an_engine_that_has_ended_is_in_each_answer(
     worker_app: WorkerApp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await worker_app._ready()
-    monkeypatch.setattr(worker_app._worker, "_over", EngineDeadError("it died"))
+    monkeypatch.setattr(worker_app._worker, "over", EngineDeadError("it died"))
     async with mounted(worker_app) as client:
         answer = await client.get("/v1/models")
     assert answer.status_code == 503 and answer.json()["error"]["message"] == "it died"

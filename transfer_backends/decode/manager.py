@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from transfer_backends.contract import Caps, Clock, KVArgs, LookupFailed, Route, TargetPages, TransferConfig
-from transfer_backends.control_thread import TICK_S, ControlThread
+from transfer_backends.control_thread import TICK_S, ControlThread, Manager
 from transfer_backends.decode.lookup import Connect, Connections, Disconnect, LookUp, PrefillFinder
 from transfer_backends.decode.proof import Proofs, Prove
 from transfer_backends.decode.rooms import (
@@ -259,7 +259,7 @@ NUM_LOOKUP_THREADS = 8 * MAX_LOOKUPS_A_SERVER  # started on demand; 7 hanging se
 Command = Connect | Disconnect | LookUp | Prove
 
 
-class DecodeManager:
+class DecodeManager(Manager):
     """Receiver of KV pages. Only `close` blocks; `lookup` runs off-thread."""
 
     def __init__(
@@ -303,13 +303,6 @@ class DecodeManager:
         self._proof_pool = environment.pool(2, "decode-proof")
         self._liveness = environment.liveness
 
-    def start(self) -> None:
-        self.control.start()
-
-    def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """`wakeup` is called in any thread, and must not block."""
-        self.control.wakeup = wakeup
-
     def receiver(
         self, room: int, *, bootstrap: str, room_attempt: int = 0, fake: bool = False, route: Route | None = None
     ) -> KVReceiver:
@@ -319,13 +312,6 @@ class DecodeManager:
         with self.control.locked() as now_s:
             opened = self.core.open(room, room_attempt, bootstrap, now_s, route=route)
         return Receiver(self.core.rooms, self.control, opened)
-
-    def check(self) -> None:
-        self.control.check()
-
-    @property
-    def counters(self) -> dict[str, int]:
-        return self.control.counters
 
     def close(self) -> bool:
         """Abort open transfers, wait some seconds for writes to end, stop the threads.

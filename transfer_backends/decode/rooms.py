@@ -194,16 +194,10 @@ class DecodeRooms(RoomTable[DecodeRoom]):
         if state is not KVPoll.WaitingForInput or room.num_pages is not None:
             raise IllegalTransition(f"room {key}: provide in {state.name}, or twice")
         pages = np.asarray(given.pages, dtype=np.int64)
-        if len(pages) and not (pages.min() >= 0 and pages.max() < self.args.num_pages):
-            raise ValueError(f"room {key}: a page is outside the pool of {self.args.num_pages}")
-        if not 0 <= metadata_row < self.args.aux.num_items:
-            raise ValueError(f"room {key}: metadata_row {metadata_row} is outside 0..{self.args.aux.num_items - 1}")
         items = [np.asarray(ids, dtype=np.int64) for ids in given.tail]
         if len(items) != len(self.args.pools):
             raise ValueError(f"room {key}: items of {len(items)} pools, there are {len(self.args.pools)}")
-        for number, (pool, ids) in enumerate(zip(self.args.pools, items, strict=True)):
-            if len(ids) and not (ids.min() >= 0 and ids.max() < self.args.num_items(number)):
-                raise ValueError(f"room {key}: an item of {pool.kind} is outside its {self.args.num_items(number)}")
+        self.args.check_ids(key, pages, metadata_row, items)
         packed = tuple(pack_ids(ids) for ids in items)
         assert room.peer is not None
         room.num_pages, room.metadata_row = len(pages), metadata_row

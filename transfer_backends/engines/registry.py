@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from transfer_backends.contract import BackendUnavailable, Caps, FakeEngine, Region
+from transfer_backends.contract import BackendUnavailable, FakeEngine, Region
 from transfer_backends.ports import Engine
 from transfer_backends.transports import rdma_facts
 
@@ -28,14 +28,10 @@ class SharedEngine:
     """
 
     def __init__(self, engine: Engine, *, num_users: int) -> None:
-        self._engine = engine
+        self._engine, self.caps = engine, engine.caps
         self._lock = threading.Lock()
         self._num_users = num_users
         self._registered = False
-
-    @property
-    def caps(self) -> Caps:
-        return self._engine.caps
 
     def register(self, regions: Sequence[Region]) -> None:
         with self._lock:

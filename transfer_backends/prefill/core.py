@@ -16,6 +16,7 @@ import numpy as np
 
 from transfer_backends.contract import (
     ABORTED_BY_DECODE,
+    I64,
     NO_PREFIXES,
     Caps,
     KVArgs,
@@ -28,7 +29,6 @@ from transfer_backends.liveness import ProcessMark
 from transfer_backends.prefill.inbox import Inbox, Offer, Post
 from transfer_backends.prefill.paths import DecodePeer, Paths, PeerAdmission
 from transfer_backends.prefill.rooms import Outbox, PrefillRoom, PrefillRooms
-from transfer_backends.shards import I64
 from transfer_backends.sides import KVPoll, Link, PeerProtocolError, PeerTable, RoomKey
 from transfer_backends.wire import Abort, Bye, Message, Ping, Pong, Recompute, Register, TransferInfo, unpack_ids
 

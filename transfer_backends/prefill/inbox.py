@@ -9,9 +9,9 @@ from itertools import zip_longest
 
 import numpy as np
 
-from transfer_backends.contract import Caps, Gate, KVArgs, Pieces, Progress, RecomputeRequest
+from transfer_backends.contract import I64, Caps, Gate, KVArgs, Pieces, Progress, RecomputeRequest
 from transfer_backends.prefill.paths import DecodePeer
-from transfer_backends.shards import I64, batches, plan_pieces
+from transfer_backends.shards import batches, plan_pieces
 from transfer_backends.sides import RoomKey
 
 MAX_PAGES = 1 << 22  # page ids in all offers

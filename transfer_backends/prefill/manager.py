@@ -21,7 +21,7 @@ from transfer_backends.contract import (
     SourcePages,
     TransferConfig,
 )
-from transfer_backends.control_thread import CLOSE_S, ControlThread
+from transfer_backends.control_thread import CLOSE_S, ControlThread, Manager
 from transfer_backends.engines.rank_engines import RankEngines
 from transfer_backends.environment import THIS_MACHINE, Environment
 from transfer_backends.fake_transfer import FakeTransfer
@@ -123,10 +123,6 @@ class EngineDriver:
         if self.core.outbox.window_full:  # polls take a core from the engine's threads, and nothing has ended yet
             nap_s = max(nap_s, self.engine.caps.full_window_s)
         self._event.wait(STALE_BACKOFF_S if self._naps > STALE_AFTER_BACKOFFS else nap_s)
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._running)
 
     def step(self) -> bool:
         """True if something moved."""
@@ -272,7 +268,7 @@ class EngineDriver:
 # ---- manager
 
 
-class PrefillManager:
+class PrefillManager(Manager):
     """Sender of KV pages, mapped until `close` returns. Only `close` blocks."""
 
     def __init__(
@@ -315,11 +311,7 @@ class PrefillManager:
 
     def start(self) -> None:
         self.driver.start()
-        self.control.start()
-
-    def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """`wakeup` is called in any thread, and must not block."""
-        self.control.wakeup = wakeup
+        super().start()
 
     def sender(self, room: int, *, room_attempt: int = 0, fake: bool = False) -> KVSender:
         """Raises `RoomInUse`, and ValueError outside 1..2**63-1."""
@@ -349,13 +341,9 @@ class PrefillManager:
         return self.driver.trials.paths
 
     def check(self) -> None:
-        self.control.check()
+        super().check()
         errors = self.driver.num_errors
         assert not errors, f"{errors} internal errors of the sender thread, see the log"
-
-    @property
-    def counters(self) -> dict[str, int]:
-        return self.control.counters
 
     def close(self) -> None:
         """Abort open transfers, wait some seconds for operations, send `Bye`, stop the threads."""

@@ -11,10 +11,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from operator import le
 
-from transfer_backends.contract import NOTHING_YET, Caps, KVArgs, Progress
+from transfer_backends.contract import I64, NOTHING_YET, Caps, KVArgs, Progress
 from transfer_backends.prefill.inbox import Chunk, Inbox, Offer, Post, num_groups, num_open, plan_ops
 from transfer_backends.prefill.paths import DecodePeer, Path, Paths
-from transfer_backends.shards import I64
 from transfer_backends.sides import IllegalTransition, KVPoll, PeerTable, Room, RoomKey, RoomTable
 from transfer_backends.wire import Status, clip
 
@@ -144,17 +143,11 @@ def check_chunk(room: PrefillRoom, chunk: Chunk, args: KVArgs) -> None:
         raise ValueError(f"room {room.key}: pages are to leave by layers, and nothing says where layers end")
     if chunk.start != room.queued_pages:
         raise ValueError(f"room {room.key}: start {chunk.start} leaves a gap (next is {room.queued_pages})")
-    if len(src) and not (src.min() >= 0 and src.max() < args.num_pages):
-        raise ValueError(f"room {room.key}: a source page is outside the pool of {args.num_pages}")
-    if row is not None and not 0 <= row < args.aux.num_items:
-        raise ValueError(f"room {room.key}: metadata_row {row} is outside 0..{args.aux.num_items - 1}")
     if len(chunk.tail) != (len(args.pools) if chunk.last else 0):
         raise ValueError(
             f"room {room.key}: items of {len(chunk.tail)} pools, the last chunk has {len(args.pools)}, others none"
         )
-    for number, (pool, ids) in enumerate(zip(args.pools, chunk.tail, strict=False)):
-        if len(ids) and not (ids.min() >= 0 and ids.max() < args.num_items(number)):
-            raise ValueError(f"room {room.key}: an item of {pool.kind} is outside its {args.num_items(number)}")
+    args.check_ids(room.key, src, row, chunk.tail)
 
 
 # ---- Operations to post next: rooms round robin, chunks as gates open, in the window. Pure.

@@ -34,15 +34,11 @@ class CacheEvents(TreePart):
 
     def __init__(self, *, page_size: int) -> None:
         self._page_size = page_size
-        self._block_size = BLOCK_TOKENS if pages_make_blocks(page_size) else page_size
+        self.named = pages_make_blocks(page_size)  # routers know these names
+        self._block_size = BLOCK_TOKENS if self.named else page_size
         self._names: dict[int, int] = {}  # by cached page
         self._links: dict[int, bytes] = {}  # of pages that end a block
         self._events: list[KVEvent] = []
-
-    @property
-    def named(self) -> bool:
-        """Check that routers know these names."""
-        return pages_make_blocks(self._page_size)
 
     # ---- the tree of a model to which pages are all: what is in the tree can be used
 
@@ -147,7 +143,7 @@ class UsablePrefixes(TreePart):
 
     def __init__(self, events: CacheEvents, *, states: StateSlots | None, windows: WindowPages | None) -> None:
         assert states is not None or windows is not None
-        self._events = events
+        self._events, self.named = events, events.named
         self._states = states
         self._windows = windows
         self._announced: dict[Node, int] = {}  # pages per node, if any
@@ -157,10 +153,6 @@ class UsablePrefixes(TreePart):
             states.on_change = self._on_state
         if windows is not None:
             windows.on_change = self._on_window
-
-    @property
-    def named(self) -> bool:
-        return self._events.named
 
     # ---- the tree
 

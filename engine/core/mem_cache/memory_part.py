@@ -27,10 +27,7 @@ class MemoryPart:
     """Empty hooks; `name` labels the check."""
 
     name = ""
-
-    @property
-    def allocators(self) -> tuple[PageAllocator, ...]:
-        return ()
+    allocators: tuple[PageAllocator, ...] = ()
 
     # ---- admission
 
@@ -127,11 +124,7 @@ class StepEnds:
     """
 
     one_verify_step = False
-
-    @property
-    def max_drafted(self) -> int | None:
-        """Requests per step that may verify drafts; None: any number."""
-        return None
+    max_drafted: int | None = None  # requests per step that may verify drafts; None: any number
 
     def cut(self, request: Request, start: int, end: int) -> int:
         """The end of a prefill step for tokens `start`..`end`."""

@@ -53,11 +53,12 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
     ) -> None:
         self.tier = LowerTier()
         self.allocator = PageAllocator(num_pages=num_slots, page_size=1)
+        self.allocators = (self.allocator,)
         self.grid = grid
         self.keeps_snapshots = keeps_snapshots
         self._every = lcm(EVERY, grid) if every is None else every
         self._peers_write = peers_write
-        self._num_shadows = num_shadows
+        self.max_drafted = num_shadows
         self.num_snapshots = 0  # kept since start
         self.on_change: Callable[[Node], None] = lambda node: None  # a node's snapshot came or went
         self._nodes: OrderedDict[int, Node] = OrderedDict()  # by snapshot slot, least recently used first
@@ -65,10 +66,6 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
         self._snapshots: list[StateCopy] = []
         self._rewinds: dict[int, Request] = {}  # since the last plan, by slot
         self._rewinding: dict[int, list[Request]] = {}  # by the plan that does it
-
-    @property
-    def allocators(self) -> tuple[PageAllocator, ...]:
-        return (self.allocator,)
 
     @property
     def num_available(self) -> int:
@@ -131,10 +128,6 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
         return ([request.recurrent.slot or request.recurrent.pinned],)
 
     # ---- ends of steps
-
-    @property
-    def max_drafted(self) -> int | None:
-        return self._num_shadows
 
     def cut(self, request: Request, start: int, end: int) -> int:
         return next((at for at in request.recurrent.snapshots_at if start < at < end), end)

@@ -218,15 +218,11 @@ class FileIndex(StorageIndex):
         return victims
 
     def end_write(self, work: PageWrite, *, ok: bool, undeleted: Files) -> PageDelete | None:
-        self._writing.remove(work.key)
-        if not ok:
+        doomed = super().end_write(work, ok=ok, undeleted=undeleted)
+        if doomed or not ok:
             self._drop(work.key)
         self.restore(undeleted)
-        if work.key not in self._doomed:
-            return None
-        self._doomed.remove(work.key)
-        self._drop(work.key)
-        return PageDelete((work.key,)) if ok else None
+        return PageDelete((work.key,)) if doomed and ok else None
 
     def begin_read(self, key: bytes) -> None:
         assert self.has(key)

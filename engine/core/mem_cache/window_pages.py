@@ -44,6 +44,7 @@ class WindowPages(MemoryPart, TreePart, Windows):
         rows: int = 1,
     ) -> None:
         self.allocator = PageAllocator(num_pages=num_pages, page_size=page_size)
+        self.allocators = (self.allocator,)
         self.window = window
         self.num_retired = 0  # pages since start
         self.on_change: Callable[[Node], None] = lambda node: None  # a node's window page came or went
@@ -54,10 +55,6 @@ class WindowPages(MemoryPart, TreePart, Windows):
         self._readers: dict[int, int] = {}  # of cached pages
         self._homes: dict[int, Node] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # cached pages without readers, least recently used first
-
-    @property
-    def allocators(self) -> tuple[PageAllocator, ...]:
-        return (self.allocator,)
 
     @property
     def num_available(self) -> int:

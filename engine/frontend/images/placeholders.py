@@ -43,10 +43,6 @@ class LoadedMedia:
     times_s: tuple[float, ...] = ()
 
     @property
-    def num_tokens(self) -> int:
-        return sum(part.num_tokens for part in self.parts)
-
-    @property
     def num_bytes(self) -> int:
         return sum(len(part.pixels) for part in self.parts)
 

@@ -89,14 +89,7 @@ class VisionWeights:
     def __init__(self, checkpoint: Checkpoint, prefix: str) -> None:
         self._checkpoint = checkpoint
         self._prefix = prefix
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._checkpoint.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._checkpoint.device
+        self.dtype, self.device = checkpoint.dtype, checkpoint.device
 
     def inside(self, prefix: str) -> "VisionWeights":
         return VisionWeights(self._checkpoint, self._prefix + prefix)

@@ -10,7 +10,7 @@ from engine.kernels.triton.elementwise import TritonElementwise, whole_norm
 from engine.kernels.triton.latent_write import latent_write
 from engine.kernels.triton.rope_write import rope_write
 from engine.layers.latents import NewLatents
-from engine.layers.linear import DeferredNorm, NoNorm, OffsetNorm, RMSNorm
+from engine.layers.linear import DeferredNorm, NoNorm, RMSNorm
 from engine.layers.rope import NormedRope, Unturned
 from tests.attention.attention_cases import Heads, make_pool
 from tests.attention.test_latents import Shape, latent_pool
@@ -49,8 +49,8 @@ def _norms(width: int, dtype: torch.dtype, generator: torch.Generator) -> None:
     _close(TritonElementwise().rms_norm(x, weight[0], eps=1e-6, offset=1.0), expected, dtype)
     inner, summed = torch.randn(width, generator=generator).to(dtype), x.clone()
     after = functional.rms_norm(delta.float(), (width,), inner.float() + 1.0, 1e-5).to(dtype)
-    behind = DeferredNorm(OffsetNorm(inner, eps=1e-5, offset=1.0), delta)
-    found_behind = OffsetNorm(weight[0], eps=1e-6, offset=0.5).of_sum(summed, behind)
+    behind = DeferredNorm(RMSNorm(inner, eps=1e-5, offset=1.0), delta)
+    found_behind = RMSNorm(weight[0], eps=1e-6, offset=0.5).of_sum(summed, behind)
     _close(summed, (x + after).float(), dtype)
     _close(found_behind, functional.rms_norm(summed.float(), (width,), weight[0].float() + 0.5, 1e-6), dtype)
     summed = x.clone()

@@ -89,7 +89,7 @@ def test_qwen2_5_is_read_from_flat_fields(tmp_path: Path) -> None:
     tower = vision.tower
     assert isinstance(tower, WindowTower)
     assert (tower.depth, tower.head_dim, tower.window, tower.full_layers) == (32, 80, 4, (7, 15, 23, 31))
-    assert tower.patch_size == 1176 and tower.rope_theta == 10000
+    assert (tower.temporal_patch, tower.patch, tower.rope_theta) == (2, 14, 10000)
     assert (vision.image_token_id, vision.video_token_id) == (151655, 151656)
     assert (vision.start_token_id, vision.end_token_id) == (151652, 151653)
     assert vision.mrope == MropeConfig((16, 24, 24), interleaved=False)

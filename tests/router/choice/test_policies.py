@@ -16,6 +16,7 @@ from router.choice.policies import (
     ConsistentHashing,
     LeastLoad,
     Placement,
+    Policy,
     PowerOfTwo,
     RoundRobin,
     RoutingHints,
@@ -33,6 +34,11 @@ from tests.router.dummies import depths, no_draw, table_of
 ANY = RoutingHints()
 
 
+def _choose(policy: Policy, pool: Pool, hints: RoutingHints) -> Placement:
+    policy.note(choice := policy.look(pool, hints), hints)
+    return choice
+
+
 def workers_of(count: int, *, role: Role = Role.DECODE) -> Pool:
     return table_of(count, role=role).workers()
 
@@ -43,16 +49,16 @@ def test_workers_that_hold_kv_are_compared_by_the_share_of_it(role: Role, expect
     for worker, capacity, tokens in zip(table.workers(), (1000, 8000), (500, 2000), strict=True):
         table.loads.on_report(worker, LoadReport(capacity_tokens=capacity))
         table.loads.charge(worker, tokens)
-    assert LeastLoad(no_draw).choose(table.workers(), ANY).worker.worker_id == expected
+    assert _choose(LeastLoad(no_draw), table.workers(), ANY).worker.worker_id == expected
     table.loads.on_report(table.workers()[1], None)  # one that does not say: tokens again
-    assert LeastLoad(no_draw).choose(table.workers(), ANY).worker.worker_id == 0
+    assert _choose(LeastLoad(no_draw), table.workers(), ANY).worker.worker_id == 0
 
 
 def test_round_robin_skips_no_one_when_workers_come_and_go() -> None:
     table, policy = table_of(3), RoundRobin(no_draw)
-    seen = [policy.choose(table.workers(), ANY).worker.worker_id for _ in range(4)]
+    seen = [_choose(policy, table.workers(), ANY).worker.worker_id for _ in range(4)]
     table.remove("http://h1:1")
-    seen += [policy.choose(table.workers(), ANY).worker.worker_id for _ in range(3)]
+    seen += [_choose(policy, table.workers(), ANY).worker.worker_id for _ in range(3)]
     assert seen == [0, 1, 2, 0, 2, 0, 2]
 
 
@@ -66,9 +72,9 @@ def test_power_of_two_takes_the_less_loaded_of_two_different_ones() -> None:
             draws = iter((first, second))
             pair = {first, second + (second >= first)}
             assert len(pair) == 2
-            chosen = PowerOfTwo(lambda n, draws=draws: next(draws)).choose(workers, ANY).worker  # type: ignore[misc]
+            chosen = _choose(PowerOfTwo(lambda n, draws=draws: next(draws)), workers, ANY).worker  # type: ignore[misc]
             assert chosen.worker_id == (2 if 2 in pair else 1)
-    assert PowerOfTwo(lambda n: 1 // 0).choose(workers[:1], ANY).worker is workers[0]
+    assert _choose(PowerOfTwo(lambda n: 1 // 0), workers[:1], ANY).worker is workers[0]
 
 
 def sessions(count: int) -> list[RoutingHints]:
@@ -83,8 +89,8 @@ def test_a_worker_that_leaves_moves_its_own_sessions_only_and_one_that_joins_tak
     policy, workers = ConsistentHashing(no_draw), workers_of(count)
     gone = workers[data.draw(st.integers(0, count - 1))]
     asks, left = sessions(400), [w for w in workers if w is not gone]
-    before = [policy.choose(workers, ask).worker for ask in asks]
-    after = [policy.choose(left, ask).worker for ask in asks]
+    before = [_choose(policy, workers, ask).worker for ask in asks]
+    after = [_choose(policy, left, ask).worker for ask in asks]
     assert all(new is old for old, new in zip(before, after, strict=True) if old is not gone)
     moved = sum(old is gone for old in before)
     assert abs(moved - 400 / count) < 5 * (400 / count) ** 0.5  # five sigma of a fair hash
@@ -93,10 +99,11 @@ def test_a_worker_that_leaves_moves_its_own_sessions_only_and_one_that_joins_tak
 
 def test_sessions_spread_evenly_and_without_one_the_load_decides() -> None:
     table = table_of(8)
-    counts = Counter(ConsistentHashing(no_draw).choose(table.workers(), ask).worker.worker_id for ask in sessions(8000))
+    policy, workers = ConsistentHashing(no_draw), table.workers()
+    counts = Counter(_choose(policy, workers, ask).worker.worker_id for ask in sessions(8000))
     assert all(850 < counts[i] < 1150 for i in range(8)), counts
-    table.loads.charge(table.workers()[0], 1)
-    assert ConsistentHashing(no_draw).choose(table.workers(), ANY).worker.worker_id == 1
+    table.loads.charge(workers[0], 1)
+    assert _choose(policy, workers, ANY).worker.worker_id == 1
 
 
 def parsed(**fields: Any) -> Any:
@@ -140,12 +147,12 @@ def cache_aware(**flags: Any) -> CacheAware:
 def test_a_prompt_goes_where_its_prefix_is_and_costs_only_the_rest() -> None:
     table, policy = table_of(3, role=Role.PREFILL), cache_aware()
     ask = ask_of(keys_of("a", 4))
-    first = policy.choose(table.workers(), ask)
+    first = _choose(policy, table.workers(), ask)
     assert first == Placement(table.workers()[0], 0) and cost_tokens(first, ask) == 4 * BLOCK_TOKENS + 1
     table.loads.charge(first.worker, 1)  # a little load does not drive it away
-    again = policy.choose(table.workers(), ask_of(keys_of("a", 4)))
+    again = _choose(policy, table.workers(), ask_of(keys_of("a", 4)))
     assert again == Placement(first.worker, 4 * BLOCK_TOKENS) and cost_tokens(again, ask) == 1
-    assert policy.choose(table.workers(), ask_of(keys_of("b", 4))).worker is not first.worker
+    assert _choose(policy, table.workers(), ask_of(keys_of("b", 4))).worker is not first.worker
 
 
 @pytest.mark.parametrize(
@@ -155,18 +162,18 @@ def test_unequal_queues_beyond_both_thresholds_go_by_load_alone(short: int, long
     table = table_of(2, role=Role.PREFILL)
     policy = cache_aware(balance_abs_threshold=4, balance_rel_threshold=1.5)
     ask = ask_of(keys_of("a", 4))
-    there = policy.choose(table.workers(), ask).worker
+    there = _choose(policy, table.workers(), ask).worker
     other = table.workers()[1 - there.worker_id]
     for worker, count in ((there, long), (other, short)):
         for _ in range(count):
             table.loads.charge(worker, 1 if worker is there else 0)
-    assert (policy.choose(table.workers(), ask).worker is other) == ignored
+    assert (_choose(policy, table.workers(), ask).worker is other) == ignored
 
 
 @pytest.mark.parametrize(("tokens", "matches"), [(8 * BLOCK_TOKENS, True), (8 * BLOCK_TOKENS + 1, False)])
 def test_a_match_below_the_threshold_is_none(tokens: int, matches: bool) -> None:
     table, policy = table_of(2, role=Role.PREFILL), cache_aware(cache_threshold=0.5)
-    there = policy.choose(table.workers(), ask_of(keys_of("a", 4))).worker
+    there = _choose(policy, table.workers(), ask_of(keys_of("a", 4))).worker
     table.loads.charge(there, 1)
     assert (policy.look(table.workers(), ask_of(keys_of("a", 4), tokens=tokens)).worker is there) == matches
 
@@ -176,11 +183,11 @@ def test_a_prefix_is_worth_its_computation_on_prefill_alone(role: Role, stays: b
     """All have queues. The worker with the prefix holds more than twice its tokens."""
     table, policy = table_of(2, role=role), cache_aware()
     ask = ask_of(keys_of("a", 4))
-    there = policy.choose(table.workers(), ask).worker
+    there = _choose(policy, table.workers(), ask).worker
     for worker in table.workers():
         table.loads.charge(worker, 1)
     table.loads.charge(there, 10 * BLOCK_TOKENS)
-    assert (policy.choose(table.workers(), ask).worker is there) == stays
+    assert (_choose(policy, table.workers(), ask).worker is there) == stays
 
 
 def test_a_worker_that_left_or_went_down_is_no_longer_known_to_have_anything() -> None:
@@ -198,7 +205,7 @@ def test_a_worker_that_left_or_went_down_is_no_longer_known_to_have_anything() -
         lambda worker: table.on_check(worker, Check.REFUSED, now_s=1.0),
     ):
         ask = ask_of(keys_of("a", 4))
-        choice = chooser.policies[Role.PREFILL].choose(table.pool(Role.PREFILL, ""), ask)
+        choice = _choose(chooser.policies[Role.PREFILL], table.pool(Role.PREFILL, ""), ask)
         assert depths(index, ask.keys) == {choice.worker.worker_id: 4}
         leave(choice.worker)
         assert depths(index, ask.keys) == {}
@@ -218,8 +225,8 @@ def test_each_role_has_its_policy_and_asks_only_for_what_it_needs() -> None:
     ask = chooser.hints_of(body, {})
     assert (len(ask.keys), ask.session) == (3, "u")
     decodes = workers_of(4)
-    expected = ConsistentHashing(no_draw).choose(decodes, ask).worker
-    assert chooser.policies[Role.DECODE].choose(decodes, ask) == Placement(expected)
+    expected = _choose(ConsistentHashing(no_draw), decodes, ask).worker
+    assert _choose(chooser.policies[Role.DECODE], decodes, ask) == Placement(expected)
 
 
 @settings(max_examples=25)
@@ -235,7 +242,7 @@ def test_every_policy_gives_a_candidate_and_no_cost_is_negative(
             ask = RoutingHints(prompt_tokens=tokens, keys=keys_of("a", blocks), session=f"{tokens}")
             left_out = data.draw(st.sets(st.integers(0, count - 1), max_size=count - 1))
             candidates = [worker for worker in table.workers() if worker.worker_id not in left_out]
-            choice = chooser.policies[role].choose(candidates, ask)
+            choice = _choose(chooser.policies[role], candidates, ask)
             assert choice.worker in candidates
             assert cost_tokens(choice, ask) >= 1 and 0 <= choice.cached_tokens < tokens
             table.loads.charge(choice.worker, cost_tokens(choice, ask))

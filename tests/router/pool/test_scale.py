@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 import pytest
+from prometheus_client import generate_latest
 
 from benchmarks import scale_balance, scale_fleet
 from router.client.credentials import Credentials
@@ -120,7 +121,7 @@ async def test_a_scrape_says_all_and_lets_other_tasks_run_meanwhile() -> None:
     while not scrape.done():
         await asyncio.sleep(0)
         others += 1
-    assert await scrape == metrics.exposition() and others > 10
+    assert await scrape == generate_latest(metrics._registry) and others > 10
 
 
 @pytest.mark.parametrize("count", [0, 1, SLICE, 4 * SLICE + 1])

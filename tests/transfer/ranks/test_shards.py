@@ -11,10 +11,10 @@ import pytest
 from service.kv_layout import layout_conflict
 from tests.transfer.cores import CAPS, CONFIG, MARK
 from tests.transfer.ranks.rank_memory import Model, Side, args_of
-from transfer_backends.contract import Gate, KVArgs, LayerGroup, Progress, RankMemory, Region
+from transfer_backends.contract import I64, Gate, KVArgs, LayerGroup, Progress, RankMemory, Region
 from transfer_backends.prefill.inbox import Chunk, Offer, num_open, plan_ops
 from transfer_backends.prefill.paths import DecodePeer, Path, Paths, PeerAdmission
-from transfer_backends.shards import I64, LEADERS, misfit, pairs_of, plan_shards, unpack_descriptors
+from transfer_backends.shards import LEADERS, misfit, pairs_of, plan_shards, unpack_descriptors
 from transfer_backends.sides import PeerTable
 from transfer_backends.wire import Refused, Register, layout_of
 

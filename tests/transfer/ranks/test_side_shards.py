@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from tests.transfer.cores import ARGS
-from transfer_backends.contract import Extent, KVArgs, RankMemory, Region, SideMemory, SidePool
-from transfer_backends.shards import I64, SideShard, pairs_of, plan_side_shards, side_misfit
+from transfer_backends.contract import I64, Extent, KVArgs, RankMemory, Region, SideMemory, SidePool
+from transfer_backends.shards import SideShard, pairs_of, plan_side_shards, side_misfit
 
 UNITS, LAYERS, SLOTS = 4, 3, 8
 UNIT = (6, 2, 40)  # bytes of a unit in each of a layer's parts, which lie one behind the other in the model's item

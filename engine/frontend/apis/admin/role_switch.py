@@ -41,7 +41,13 @@ async def switch_role(request: HttpRequest) -> Response:
     switch = _open_switch(s)
     if body.role == s.spec.mode:
         return json_response({"role": s.spec.mode, "message": f"this is a {s.spec.mode} worker"})
-    to = _state_for(s, body.role)
+    to = RoleSwitchState(
+        role=body.role,
+        model_path=str(s.leaders.updated.get("model_path", s.model.path)),
+        served_name=s.model.served_name,
+        weight_version=s.weight_version,
+        adapters=dict(s.leaders.adapters),
+    )
     try:
         switch.check(to)
     except ConfigError as e:
@@ -71,13 +77,3 @@ def _open_switch(s: Services) -> RoleSwitch:
         text = "its weights came as tensors, which end with its scheduler; POST /update_weights_from_disk first"
         raise ApiError(409, f"this worker keeps its role: {text}", code="weights_in_memory")
     return s.spec.switch
-
-
-def _state_for(s: Services, role: str) -> RoleSwitchState:
-    return RoleSwitchState(
-        role=role,
-        model_path=str(s.leaders.updated.get("model_path", s.model.path)),
-        served_name=s.model.served_name,
-        weight_version=s.weight_version,
-        adapters=dict(s.leaders.adapters),
-    )
