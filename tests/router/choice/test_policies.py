@@ -98,12 +98,11 @@ def test_a_worker_that_leaves_moves_its_own_sessions_only_and_one_that_joins_tak
 
 
 def test_sessions_spread_evenly_and_without_one_the_load_decides() -> None:
-    table = table_of(8)
-    policy, workers = ConsistentHashing(no_draw), table.workers()
-    counts = Counter(_choose(policy, workers, ask).worker.worker_id for ask in sessions(8000))
+    table, policy = table_of(8), ConsistentHashing(no_draw)
+    counts = Counter(_choose(policy, table.workers(), ask).worker.worker_id for ask in sessions(8000))
     assert all(850 < counts[i] < 1150 for i in range(8)), counts
-    table.loads.charge(workers[0], 1)
-    assert _choose(policy, workers, ANY).worker.worker_id == 1
+    table.loads.charge(table.workers()[0], 1)
+    assert _choose(policy, table.workers(), ANY).worker.worker_id == 1
 
 
 def parsed(**fields: Any) -> Any:
