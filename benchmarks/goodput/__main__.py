@@ -16,8 +16,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tqdm import tqdm
-
 from benchmarks.goodput import page, results
 from benchmarks.goodput.bench import Bench
 from benchmarks.goodput.layouts import LAYOUTS, pinning
@@ -26,6 +24,7 @@ from benchmarks.random_model import write_model
 from deploy.bench.environment import describe
 from deploy.bench.workload import read_trace
 from service.flags import ConfigError
+from tools.progress import progress
 
 KV_TOKENS = 24576  # of a worker
 RUNS = 4  # of a search, usually
@@ -58,7 +57,7 @@ def measure(args: argparse.Namespace, path: Path) -> None:
         "cores": len(cores),
     }
     found = results.begin(path, describe(), arguments, anew=args.anew)
-    with tempfile.TemporaryDirectory(prefix="tandem-goodput-") as name, tqdm(unit="run", disable=None) as bar:
+    with tempfile.TemporaryDirectory(prefix="tandem-goodput-") as name, progress(None, unit="run") as bar:
         folder = Path(name)
         write_model(folder / "model", layers=args.layers)
         bench = Bench(

@@ -10,12 +10,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from benchmarks.cluster import ROOT
 from benchmarks.where import page, planned, served
 from benchmarks.where.loads import LOADS, SHORT
 from deploy.bench.environment import describe
+from tools.progress import progress
 
 REPORT = ROOT / "docs" / "reports" / "where.json"
 
@@ -32,10 +31,11 @@ def main() -> int:
 
 def _served(args: argparse.Namespace, found: dict[str, Any]) -> None:
     loads = [one for one in SHORT if one.name in args.loads]
-    with tqdm(unit="play", disable=None) as bar:
+    plays, talks = len(loads) * len(served.CHOICES) * (args.rounds + 1), (len(served.CHOICES) + 1) * (args.talks + 1)
+    with progress(1 + talks + plays, unit="play") as bar:
 
         def tell(text: str) -> None:
-            bar.set_postfix_str(text, refresh=True)
+            bar.set_postfix_str(text, refresh=False)
             bar.update()
 
         measured = served.measure(
@@ -57,10 +57,12 @@ def _planned(args: argparse.Namespace, found: dict[str, Any]) -> None:
         for load in loads
         for choice in args.choices
     ]
-    for cell in tqdm(planned.measure(cells, jobs=args.jobs), total=len(cells), unit="search", disable=None):
-        cell["environment"] = describe()
-        found.setdefault("planned", {}).setdefault(cell["load"], {})[cell["choice"]] = cell
-        args.report.write_text(json.dumps(found, indent=1) + "\n")  # an interrupted run leaves what it has found
+    with progress(len(cells), unit="search") as bar:
+        for cell in planned.measure(cells, jobs=args.jobs):
+            cell["environment"] = describe()
+            found.setdefault("planned", {}).setdefault(cell["load"], {})[cell["choice"]] = cell
+            args.report.write_text(json.dumps(found, indent=1) + "\n")  # an interrupted run leaves what it has found
+            bar.update()
 
 
 def _arguments() -> argparse.Namespace:
