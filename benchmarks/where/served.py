@@ -152,7 +152,7 @@ def clusters(folder: Path, *, layers: int) -> Iterator[dict[str, str]]:
             return run(name, "serve", *common, "--kv-events-config", EVENTS, *args, core=core)
 
         def router(name: str, *args: str) -> str:
-            return run(name, "router", "--policy", "cache_aware", "--log-level", "error", *args)
+            return run(f"{name}-router", "router", "--policy", "cache_aware", "--log-level", "error", *args)
 
         pair = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", "0", "--prefix-fetch")
         prefill = worker("prefill", cores[0], *pair)
