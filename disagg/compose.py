@@ -48,7 +48,7 @@ def _prefill(spec: SchedulerSpec, parts: EngineParts, transfers: Transfers) -> P
     clock = StepClock(parts.device.layers, parts.layers_in_pages)
     sends = transfers.sends(groups, layers=clock if groups else None)
     if groups:
-        clock.watch(replace(transfers.args, groups=groups).marks(), sends.wake_sender)
+        clock.watch(replace(transfers.args, groups=groups).marks(), sends.on_mark)
     prefixes: Sequence[PeerPart] = ()
     if spec.disagg.prefix_fetch:
         prefixes = transfers.prefixes(sends, token_bytes=_token_bytes(parts))

@@ -57,15 +57,17 @@ def spans(posts: list[Post]) -> list[tuple[int, int, int]]:
 
 
 def test_each_group_of_layers_leaves_once_and_the_row_last() -> None:
+    assert not JoinedCores(LAYERS, sends=False).core.has_chunks, "marks of layers would wake the sender for nothing"
     pair = gated()
     assert pair.posts() == [] and pair.states == (KVPoll.Transferring, KVPoll.WaitingForInput)
     for layers, begin, size in ((2, 0, 256), (3, 256, 256), (7, 512, 512)):
+        assert pair.core.has_chunks
         pair.core.outbox.on_progress(Progress(STEP, layers), 1.0)
         posts = pair.posts()
         assert spans(posts) == [(page, begin, size) for page in SRC]
         for post in posts:
             pair.final(post, ok=True)
-    assert pair.states == (KVPoll.Transferring, KVPoll.Transferring)
+    assert pair.states == (KVPoll.Transferring, KVPoll.Transferring) and not pair.core.has_chunks
     pair.send([], start=4, row=1, now_s=2.0)
     (row,) = pair.posts()
     assert row.kv_bytes == 0

@@ -307,6 +307,11 @@ class PrefillCore:
         return bool(self.paths.commands) or self.outbox.has_work
 
     @property
+    def has_chunks(self) -> bool:
+        """Pages wait for a layer or their turn; without the lock."""
+        return any(room.chunks for room in self.rooms)
+
+    @property
     def is_quiet(self) -> bool:
         return self.outbox.num_inflight == 0 and all(room.quiet for room in self.rooms)
 

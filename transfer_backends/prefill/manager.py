@@ -124,6 +124,10 @@ class EngineDriver:
             nap_s = max(nap_s, self.engine.caps.full_window_s)
         self._event.wait(STALE_BACKOFF_S if self._naps > STALE_AFTER_BACKOFFS else nap_s)
 
+    @property
+    def busy(self) -> bool:
+        return bool(self._running)
+
     def step(self) -> bool:
         """True if something moved."""
         with self.locked() as now_s:
@@ -283,7 +287,7 @@ class PrefillManager(Manager):
         followers: Sequence[ProcessMark] = (),
         takes: PeerWork = PeerWork.ANY,
     ) -> None:
-        """`layers` opens gates, calling `wake_sender`; `engine` serves `followers`, too."""
+        """`layers` opens gates, calling `on_mark`; `engine` serves `followers`, too."""
         self.incarnation = environment.incarnation()
         self._engine = engine
         engine.register(engine.caps.carried(kv_args))
@@ -324,6 +328,12 @@ class PrefillManager(Manager):
     def wake_sender(self) -> None:
         """Any thread may call it."""
         self.driver.wake()
+
+    def on_mark(self) -> None:
+        """A layer was written; any thread may call it. A step that sends no pages wakes no thread."""
+        layers = self.driver.layers
+        if self.core.has_chunks or (layers is not None and layers.ticking):
+            self.driver.wake()
 
     def row_to_send(self, row: int) -> bytes | None:
         """None if the engine carries it."""

@@ -200,7 +200,7 @@ def test_layers_leave_when_they_are_written(prefill: Prefill, decode: ChildWorke
             prefill.pool.kv[src[first + 3 : end], begin:end_byte] = written[:, begin:end_byte]
             begin, posts = end_byte, posts + 1
             clock.now = Progress(step, layers)
-            prefill.manager.wake_sender()
+            prefill.manager.on_mark()
             until(lambda: prefill.manager.counters.get("posts", 0) == posts, what=f"step {step}, {layers} layers")  # noqa: B023
     assert sender.poll() is KVPoll.Transferring and decode.poll(room) is not KVPoll.Success
     sender.send(SourcePages([], start=40, metadata_row=7))

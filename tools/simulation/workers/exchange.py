@@ -71,7 +71,7 @@ class Exchange:
         transfers = self._transfers({SENDS: CONTROL, **({RECEIVES: PREFIX_CONTROL} if fetches else {})})
         by_layer = executor.layers > 1
         sends = transfers.sends(layer_groups(transfers.args, executor.layers), layers=executor if by_layer else None)
-        executor.wake = sends.wake_sender
+        executor.wake = sends.on_mark
         parts: list[PeerPart] = []
         if fetches:
             parts += transfers.prefixes(sends, token_bytes=SLOT_BYTES)
