@@ -53,8 +53,8 @@ LEAST_SEEN: dict[int, str] = {
     20: "late writes; prefixes refused",
     50: "late messages; notices in time; writes of followers",
     100: "checksums verified",
-    150: "writes of some layers",
-    300: "rows by message; writes of states; writes of windows",
+    150: "rows by message; writes of some layers",
+    300: "writes of states; writes of windows",
     500: "pages not sent",
 }
 

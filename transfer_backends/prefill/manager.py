@@ -330,7 +330,7 @@ class PrefillManager(Manager):
         self.driver.wake()
 
     def on_mark(self) -> None:
-        """A layer was written; any thread may call it. A step that sends no pages wakes no thread."""
+        """Layers were written; any thread may call it. Without pages to send it wakes none."""
         layers = self.driver.layers
         if self.core.has_chunks or (layers is not None and layers.ticking):
             self.driver.wake()
