@@ -53,6 +53,8 @@ def test_a_search_from_a_near_guess_ends_after_few_runs(wrong: float) -> None:
     while (rate := search.next_rate()) is not None:
         search.points.append(point(rate, 1.0 if rate <= 5.0 else 0.5))
     assert search.best is not None and 5.0 / NEAR <= search.best.rate <= 5.0
+    bad = min(one.rate for one in search.points if one.good_share < SLO.share)
+    assert (search.best.rate * bad) ** 0.5 == pytest.approx(5.0, rel=NEAR - 1)
     assert len(cell.points) <= (4 if abs(wrong - 1) < STRIDE - 1 else 10)
 
 
