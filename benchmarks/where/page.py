@@ -70,9 +70,8 @@ def _served(found: dict[str, Any]) -> str:
         shares = {one: p["good_share"] for one, p in points.items()}
         row: Row = {**head, "TTFT, TPOT, ms": _pair(1e3, load["ttft_s"], load["tpot_s"])}
         row |= {one: load["rate"] * share for one, share in shares.items()}
-        row[f"{KNOWING} / best fixed"] = shares[KNOWING] / max(
-            shares[one] for one in shares if not one.startswith(AUTO)
-        )
+        if fixed := max(share for one, share in shares.items() if not one.startswith(AUTO)):
+            row[f"{KNOWING} / best fixed"] = shares[KNOWING] / fixed
         good.append(row)
         ttft.append({**head, **{one: _pair(1e3, p["ttft_p50_s"], p["ttft_s"]) for one, p in points.items()}})
     turns: list[Row] = [

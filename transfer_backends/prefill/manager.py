@@ -114,7 +114,7 @@ class EngineDriver:
         if moved:
             self._naps = 0
             return
-        if not self._running and not (self.layers is not None and self.layers.ticking):
+        if not self._running and not self.ticking:
             self._event.wait(IDLE_S)
             return
         self._naps += 1
@@ -127,6 +127,10 @@ class EngineDriver:
     @property
     def busy(self) -> bool:
         return bool(self._running)
+
+    @property
+    def ticking(self) -> bool:
+        return self.layers is not None and self.layers.ticking
 
     def step(self) -> bool:
         """True if something moved."""
@@ -331,8 +335,7 @@ class PrefillManager(Manager):
 
     def on_mark(self) -> None:
         """Layers were written; any thread may call it. Without pages to send it wakes none."""
-        layers = self.driver.layers
-        if self.core.has_chunks or (layers is not None and layers.ticking):
+        if self.core.has_chunks or self.driver.ticking:
             self.driver.wake()
 
     def row_to_send(self, row: int) -> bytes | None:
