@@ -1,8 +1,8 @@
 """Short versions of the six loads on real processes, on two cores: a prefill and a decode worker behind a router for each route, and two
 unified workers behind one.
 
-All workers are up at once and each has one of the cores; the choices take turns, and a play of one choice rests all others. No play
-finds prompts of another in a cache.
+All workers are up at once and each has one of the cores. The choices take turns, and the routers of the others are stopped meanwhile: each
+would read the events of both workers of the pair. No play finds prompts of another in a cache.
 """
 
 import asyncio
@@ -11,8 +11,8 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -47,6 +47,7 @@ BUSY, TTFT, TPOT = (
 )  # share of the two cores at the offered rate; objectives, in times of what one request takes alone
 ANSWERS = 4  # answers that share a step on a busy worker, about
 ALONE = ((64, 2), (1024, 2), (64, 33))  # prompt and answer of requests that measure a worker alone
+CATCH_UP_S = 0.3  # of a router, with events since it was stopped
 TURNS = 3  # of the figure of turns
 FIRST, LATER, ANSWER = 768, 48, 64  # their tokens
 
@@ -62,9 +63,7 @@ class Player:
     answers: dict[int, list[int]] = field(default_factory=dict)
     prompts: dict[int, list[int]] = field(default_factory=dict)
 
-    async def play(
-        self, requests: Sequence[PlannedRequest], rate: float, tell: Callable[[], object]
-    ) -> list[RequestRecord]:
+    async def play(self, requests: Sequence[PlannedRequest], rate: float) -> list[RequestRecord]:
         begin_s, done = time.perf_counter(), [asyncio.Event() for _ in requests]
 
         async def one(i: int, request: PlannedRequest) -> RequestRecord:
@@ -74,7 +73,6 @@ class Player:
             self.prompts[i] = self._prompt(request)
             record = await self.send(i, self.prompts[i], request.output_len)
             done[i].set()
-            tell()
             return record
 
         return list(await asyncio.gather(*(one(i, request) for i, request in enumerate(requests))))
@@ -126,9 +124,31 @@ class Player:
 # ---- processes
 
 
+@dataclass(frozen=True, slots=True)
+class RouterProcess:
+    url: str
+    process: psutil.Process
+
+    @asynccontextmanager
+    async def running(self, http: aiohttp.ClientSession) -> AsyncIterator[str]:
+        """Its URL; the process is stopped before and after."""
+        self.process.resume()
+        try:
+            while not await self._is_healthy(http):
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(CATCH_UP_S)
+            yield self.url
+        finally:
+            self.process.suspend()
+
+    async def _is_healthy(self, http: aiohttp.ClientSession) -> bool:
+        async with http.get(f"{self.url}/health") as reply:
+            return reply.status == 200
+
+
 @contextmanager
-def clusters(folder: Path, *, layers: int) -> Iterator[dict[str, str]]:
-    """URLs of routers by choice, over one pair and two unified workers."""
+def clusters(folder: Path, *, layers: int) -> Iterator[dict[str, RouterProcess]]:
+    """Routers by choice, stopped, over one pair and two unified workers."""
     write_model(folder / "model", layers=layers)
     (folder / "secret").write_text("only these processes know it")
     (folder / "secret").chmod(0o600)
@@ -145,14 +165,19 @@ def clusters(folder: Path, *, layers: int) -> Iterator[dict[str, str]]:
     )
     with ExitStack() as stack:
 
-        def run(name: str, *args: str, core: int | None = None) -> str:
-            return stack.enter_context(_process(folder / f"{name}.json", *args, core=core))
+        def run(name: str, *args: str) -> tuple[str, psutil.Process]:
+            return stack.enter_context(_process(folder / f"{name}.json", *args))
 
         def worker(name: str, core: int, *args: str) -> str:
-            return run(name, "serve", *common, "--kv-events-config", EVENTS, *args, core=core)
+            url, process = run(name, "serve", *common, "--kv-events-config", EVENTS, *args)
+            pin_tree(process, core)
+            return url
 
-        def router(name: str, *args: str) -> str:
-            return run(f"{name}-router", "router", "--policy", "cache_aware", "--log-level", "error", *args)
+        def router(name: str, *args: str) -> RouterProcess:
+            url, process = run(f"{name}-router", "router", "--policy", "cache_aware", "--log-level", "error", *args)
+            process.suspend()
+            stack.callback(process.resume)
+            return RouterProcess(url, process)
 
         pair = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", "0", "--prefix-fetch")
         prefill = worker("prefill", cores[0], *pair)
@@ -167,14 +192,12 @@ def clusters(folder: Path, *, layers: int) -> Iterator[dict[str, str]]:
 
 
 @contextmanager
-def _process(ready: Path, *args: str, core: int | None) -> Iterator[str]:
+def _process(ready: Path, *args: str) -> Iterator[tuple[str, psutil.Process]]:
     argv = [sys.executable, "-m", "deploy", *args, "--port", "0", "--ready-file", str(ready)]
     env = os.environ | {"OMP_NUM_THREADS": "1", ROUTER_SECRET: "benchmarks.where"}
     with started(argv, ready.exists, cwd=ROOT, env=env) as process:
-        if core is not None:
-            pin_tree(psutil.Process(process.pid), core)
         info = msgspec.json.decode(ready.read_bytes())
-        yield info.get("url") or info["router"]
+        yield info.get("url") or info["router"], psutil.Process(process.pid)
 
 
 # ---- what is measured
@@ -209,13 +232,13 @@ def measure(
 ) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="tandem-where-") as name:
         tell("starting ten processes")
-        with clusters(Path(name), layers=layers) as urls, cpu_use() as used:
-            found = asyncio.run(_measure(urls, traces, requests, rounds, talks, loads, tell))
+        with clusters(Path(name), layers=layers) as routers, cpu_use() as used:
+            found = asyncio.run(_measure(routers, traces, requests, rounds, talks, loads, tell))
     return found | {"cores_left": used.cores_left}
 
 
 async def _measure(
-    urls: Mapping[str, str],
+    routers: Mapping[str, RouterProcess],
     traces: str,
     count: int,
     rounds: int,
@@ -224,9 +247,10 @@ async def _measure(
     tell: Callable[[str], object],
 ) -> dict[str, Any]:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as http:
-        alone = await _alone(urls["unified"], http)
+        async with routers["unified"].running(http) as url:
+            alone = await _alone(url, http)
         found: dict[str, Any] = {"alone": {"token_s": alone.token_s, "step_s": alone.step_s}, "loads": {}}
-        found["turns"] = await _turns(urls, http, talks, tell)
+        found["turns"] = await _turns(routers, http, talks, tell)
         for load in loads:
             _, some = requests_of(load, rate=1.0, traces=traces, count=count, fresh=True)
             rate, slo = alone.rate(some), alone.objectives(some)
@@ -235,9 +259,10 @@ async def _measure(
             for number in range(rounds + 1):
                 for choice in CHOICES if number % 2 == 0 else reversed(CHOICES):
                     tell(f"{load.name}, {choice}, round {number}")
-                    player = Player(urls[choice], f"{load.name} {choice} {number} {time.time()}", http)
-                    player.headers = headers_of(slo) if choice == KNOWING else {}
-                    played = await player.play(some, rate, lambda: None)
+                    async with routers[choice].running(http) as url:
+                        player = Player(url, f"{load.name} {choice} {number} {time.time()}", http)
+                        player.headers = headers_of(slo) if choice == KNOWING else {}
+                        played = await player.play(some, rate)
                     records[choice] += played if number else []  # in the first one routers learn
             points = {
                 choice: msgspec.to_builtins(point_of(ones, rate=rate, slo=slo, busy={}))
@@ -262,7 +287,7 @@ async def _alone(url: str, http: aiohttp.ClientSession) -> Alone:
 
 
 async def _turns(
-    urls: Mapping[str, str], http: aiohttp.ClientSession, talks: int, tell: Callable[[str], object]
+    routers: Mapping[str, RouterProcess], http: aiohttp.ClientSession, talks: int, tell: Callable[[str], object]
 ) -> dict[str, Any]:
     """TTFT of each turn of conversations, one request at a time, and history tokens that no cache gave."""
     names = (*CHOICES, WITHOUT_FETCH)
@@ -271,17 +296,24 @@ async def _turns(
     for talk in range(talks + 1):
         for name in names if talk % 2 == 0 else reversed(names):
             tell(f"turns, {name}, conversation {talk}")
-            player = Player(urls[name], f"turns {talk} {time.time()}", http)
-            ids, known = player._ids(((2, FIRST),)), 0
-            for turn in range(TURNS):
-                record = await player.send(turn, ids, ANSWER)
+            async with routers[name].running(http) as url:
+                records = await _talk(Player(url, f"turns {talk} {time.time()}", http))
+            if talk == 0:  # warms up
+                continue
+            for turn, record in enumerate(records):
                 if record.ttft_s is None:
                     raise RuntimeError(f"{name}: {record.error}")
-                if talk:  # the first one warms up
-                    ttfts[name][turn].append(record.ttft_s)
-                    again[name] += [known - record.cached_tokens] if turn else []
-                ids = [*ids, *player.answers[turn], *player._ids(((3 + turn, LATER),))]
-                known = len(ids) - LATER - 1
+                ttfts[name][turn].append(record.ttft_s)
+                known = record.prompt_tokens - LATER - 1
+                again[name] += [known - record.cached_tokens] if turn else []
     return {
         name: {"ttft_s": [median(of_turn) for of_turn in ttfts[name]], "again": median(again[name])} for name in names
     }
+
+
+async def _talk(player: Player) -> list[RequestRecord]:
+    ids, records = player._ids(((2, FIRST),)), list[RequestRecord]()
+    for turn in range(TURNS):
+        records.append(await player.send(turn, ids, ANSWER))
+        ids = [*ids, *player.answers[turn], *player._ids(((3 + turn, LATER),))]
+    return records
