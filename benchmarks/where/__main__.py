@@ -47,7 +47,12 @@ def _served(args: argparse.Namespace, found: dict[str, Any]) -> None:
             loads=loads,
             tell=tell,
         )
-    found["served"] = measured | {"environment": describe(), "layers": args.layers}
+    env, kept = describe(), found.setdefault("served", {"loads": {}})
+    parts = {one: {**part, "commit": env["commit"]} for one, part in measured.pop("loads").items()}
+    kept["loads"] |= parts  # what this run has not measured stays
+    kept |= measured | {"environment": env, "layers": args.layers}
+    if args.talks:
+        kept["turns_commit"] = env["commit"]
 
 
 def _planned(args: argparse.Namespace, found: dict[str, Any]) -> None:
@@ -72,7 +77,7 @@ def _arguments() -> argparse.Namespace:
     names = [one.name for one in LOADS]
     parser.add_argument("what", choices=("planned", "served", "page"))
     parser.add_argument("--traces", default=".", help="folder of Mooncake's traces (FAST'25)")
-    parser.add_argument("--loads", nargs="+", default=names, choices=names)
+    parser.add_argument("--loads", nargs="*", default=names, choices=names)
     parser.add_argument("--choices", nargs="+", default=list(planned.CHOICES), choices=list(planned.CHOICES))
     parser.add_argument("--gpu", default="H200")
     parser.add_argument("--jobs", type=int, default=2)

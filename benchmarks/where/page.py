@@ -90,12 +90,12 @@ def _served(found: dict[str, Any]) -> str:
     token_us, step_ms = 1e6 * found["alone"]["token_s"], 1e3 * found["alone"]["step_s"]
     about = (
         f"One prefill and one decode worker (NIXL), or two unified workers, a thread and a core each; {found['layers']} layers as wide as "
-        f"Qwen3-0.6B's, random weights; short versions of the loads, choices in turns after a round that counts for none. `{KNOWING}` has "
-        f"the objectives in headers, no other choice has. Alone a prompt token takes {token_us:.0f} us, a step {step_ms:.1f} ms. Others "
-        f"left {found['cores_left']:.1f} cores."
+        f"Qwen3-0.6B's, random weights; short versions of the loads, choices in turns after a round that counts for none, each with its router "
+        f"alone. `{KNOWING}` has the objectives in headers, no other choice has. Alone a prompt token takes "
+        f"{token_us:.0f} us, a step {step_ms:.1f} ms. Others left {found['cores_left']:.1f} cores."
     )
-    env = found["environment"]
-    return f"## Real processes\n\n{about}\n\n{rendered(tables)}\n\n{_stamp(env, {env['commit']})}"
+    commits = {load["commit"] for load in found["loads"].values()} | {found["turns_commit"]}
+    return f"## Real processes\n\n{about}\n\n{rendered(tables)}\n\n{_stamp(found['environment'], commits)}"
 
 
 def _pair(scale: float, *values: float | None) -> str:

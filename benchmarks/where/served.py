@@ -250,7 +250,8 @@ async def _measure(
         async with routers["unified"].running(http) as url:
             alone = await _alone(url, http)
         found: dict[str, Any] = {"alone": {"token_s": alone.token_s, "step_s": alone.step_s}, "loads": {}}
-        found["turns"] = await _turns(routers, http, talks, tell)
+        if talks:
+            found["turns"] = await _turns(routers, http, talks, tell)
         for load in loads:
             _, some = requests_of(load, rate=1.0, traces=traces, count=count, fresh=True)
             rate, slo = alone.rate(some), alone.objectives(some)

@@ -17,6 +17,7 @@ from router.history.forecast import STALE_S, Forecast
 from router.pool.worker import Pool, Role, Worker
 from service.kv_events import BLOCK_TOKENS
 
+TRY_EVERY = 20  # requests: at most one of so many measures a route that is not the cheapest
 MAX_TRIES = 16  # of a route without measurements, while it is idle
 TRY_TOKENS = 256
 GB = 1e9
@@ -43,6 +44,7 @@ class RouteChooser:
     index: PrefixIndex | None = None
     fixed: bool = False
     _last: dict[int, str] = field(default_factory=dict)  # last route, by bits of the prompt's length
+    _since_try: int = TRY_EVERY  # requests
 
     def choose(self, ways: Sequence[Pools], hints: RoutingHints, now_s: float, slo: Slo | None = None) -> Choice:
         """Choose among `ways` (non-empty pools by role; one pool: whole requests) and workers."""
@@ -85,7 +87,8 @@ class RouteChooser:
         candidates = [_candidate(way) for way in found]
         ask = Ask(hints.prompt_tokens, self.forecast.answer_tokens(hints.output_tokens), slo.ttft_s, slo.itl_s)
         size = hints.prompt_tokens.bit_length()
-        tries = self._tries(found, candidates, hints)
+        tries = self._tries(found, candidates, hints) if self._since_try >= TRY_EVERY else []
+        self._since_try = 1 if tries else self._since_try + 1
         decision = decide(candidates, ask, figures, last=self._last.get(size), tries=tries)
         self._last[size] = decision.chosen.route
         way = found[candidates.index(decision.chosen)]

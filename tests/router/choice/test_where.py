@@ -33,7 +33,7 @@ from router.history.forecast import MAX_PAUSED, MIN_POINTS, STALE_S, Forecast
 from router.pool.breaker import Check
 from router.pool.worker import PAIR, UNIFIED, LoadReport, Role, Worker
 from router.pool.workers import missing_roles, silent_roles
-from router.requests.route_choice import MAX_TRIES, Choice, RouteChooser
+from router.requests.route_choice import MAX_TRIES, TRY_EVERY, Choice, RouteChooser
 from tests.router.choice.queueing import ROUTES, Speeds, World, auto, fixed, load_of
 from tests.router.dummies import CHAT, STREAM, Cluster, always, cluster, table_of, until
 
@@ -296,6 +296,19 @@ def test_what_is_unknown_and_idle_is_tried_some_times_and_goes_by_the_others_fig
     assert pool.routes(6000) == ["p"], "as cheap, and with fewer requests so far"
     pool.answer(pool.of(Role.DECODE), 4)
     assert pool.routes(3000) == ["p"]
+
+
+def test_few_requests_are_tries() -> None:
+    """The cluster is idle, the pair is unmeasured and by its transfers dearer: a client waits longer once in a while."""
+    pool = Pool(*PAIR, known=False)
+    prefill, decode = pool.of(Role.PREFILL), pool.of(Role.DECODE)
+    for worker in (prefill, decode):
+        for _ in range(MIN_POINTS):
+            pool.forecast.line(worker, whole=True).add(1000.0, 0.5, 0.0)
+            pool.measure_answer(worker, 0.02)
+    pool.table.loads.on_report(prefill, LoadReport(transfer_ms=100.0))
+    routes = pool.routes(*[3000] * 3 * TRY_EVERY)
+    assert [at for at, route in enumerate(routes) if route == "pd"] == [0, TRY_EVERY, 2 * TRY_EVERY]
 
 
 def test_a_worker_that_is_new_goes_by_those_of_its_role() -> None:
