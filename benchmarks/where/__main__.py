@@ -50,6 +50,8 @@ def _served(args: argparse.Namespace, found: dict[str, Any]) -> None:
     env, kept = describe(), found.setdefault("served", {"loads": {}})
     parts = {one: {**part, "commit": env["commit"]} for one, part in measured.pop("loads").items()}
     kept["loads"] |= parts  # what this run has not measured stays
+    if not loads and "alone" in kept:  # the loads' objectives are of that
+        measured["alone"] = kept["alone"]
     kept |= measured | {"environment": env, "layers": args.layers}
     if args.talks:
         kept["turns_commit"] = env["commit"]
