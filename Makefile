@@ -114,7 +114,7 @@ quick: $(STAMP)
 	$(BIN)/python -m tools.quick $(if $(BASE),--base $(BASE))
 
 slow-tests: $(STAMP)
-	$(BIN)/python -m tools.slow
+	$(BIN)/python -m tools.slow $(ARGS)
 
 # Hours: the whole suite twice under each condition. An interrupted run goes on.
 steady-tests: $(STAMP)

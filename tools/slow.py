@@ -26,9 +26,10 @@ class Durations:
 
 
 def main() -> int:
-    about = {**describe(), "command": "make slow-tests"}
+    args = sys.argv[1:]
+    about = {**describe(), "command": " ".join(["make slow-tests", *([f'ARGS="{" ".join(args)}"'] if args else [])])}
     durations = Durations()
-    status = pytest.main(["-m", "slow", "-q"], plugins=[durations])
+    status = pytest.main(["-m", "slow", "-q", *args], plugins=[durations])
     if status == pytest.ExitCode.OK:
         REPORT.write_text(json.dumps({"about": about, "passed_s": durations.passed_s}, indent=1) + "\n")
     return int(status)
