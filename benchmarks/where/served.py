@@ -22,7 +22,7 @@ import aiohttp
 import msgspec
 import psutil
 
-from benchmarks.cluster import ROOT, pin_tree, started
+from benchmarks.cluster import ROOT, START_S, pin_tree, started
 from benchmarks.cpu_use import cpu_use
 from benchmarks.random_model import write_model
 from benchmarks.where.loads import SHORT, Load, headers_of, requests_of
@@ -134,8 +134,9 @@ class RouterProcess:
         """Its URL; the process is stopped before and after."""
         self.process.resume()
         try:
-            while not await self._is_healthy(http):
-                await asyncio.sleep(0.05)
+            async with asyncio.timeout(START_S):
+                while not await self._is_healthy(http):
+                    await asyncio.sleep(0.05)
             await asyncio.sleep(CATCH_UP_S)
             yield self.url
         finally:
