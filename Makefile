@@ -71,7 +71,7 @@ help:
 	@echo "make mutants           mutants.json, expert_, drafter_, state_, rewind_, way_, prefix_, store_, conversation_mutants.json: plant bugs in the core, in the"
 	@echo "                       moves of experts, in drafters, in states and prefixes that cross or go back, in ways, stores, checksums;"
 	@echo "                       stories and tests must find each"
-	@echo "make slow-tests        slow_tests.json: the tests that make test leaves out"
+	@echo "make slow-tests [ARGS]  slow_tests.json: the tests that make test leaves out"
 	@echo "make steady-tests [ARGS='--conditions busy --runs 1']  steady_tests.json: the suite alone, beside busy loops, on one core, with late sleeps"
 	@echo "make fresh-check [LONG=1]  README's commands on a bare Debian root (root, mmdebstrap); LONG: the whole suite, fresh_check.json"
 	@echo "make k8s-drill         k8s_drill.json: upgrade the pods of deploy/kubernetes under load, as local processes"

@@ -4,6 +4,7 @@ A failure leaves no report.
 """
 
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -27,7 +28,7 @@ class Durations:
 
 def main() -> int:
     args = sys.argv[1:]
-    about = {**describe(), "command": " ".join(["make slow-tests", *([f'ARGS="{" ".join(args)}"'] if args else [])])}
+    about = {**describe(), "command": f'make slow-tests ARGS="{shlex.join(args)}"'}
     durations = Durations()
     status = pytest.main(["-m", "slow", "-q", *args], plugins=[durations])
     if status == pytest.ExitCode.OK:

@@ -47,14 +47,12 @@ def _served(args: argparse.Namespace, found: dict[str, Any]) -> None:
             loads=loads,
             tell=tell,
         )
-    env, kept = describe(), found.setdefault("served", {"loads": {}})
-    parts = {one: {**part, "commit": env["commit"]} for one, part in measured.pop("loads").items()}
-    kept["loads"] |= parts  # what this run has not measured stays
-    if not loads and "alone" in kept:  # the loads' objectives are of that
-        measured["alone"] = kept["alone"]
-    kept |= measured | {"environment": env, "layers": args.layers}
-    if args.talks:
-        kept["turns_commit"] = env["commit"]
+    env, kept = describe(), found.get("served", {})
+    if kept.get("layers") != args.layers:
+        kept = {"loads": {}, "turns": {}}
+    for part in ("loads", "turns"):  # what this run has not measured stays
+        measured[part] = kept[part] | {name: {**of, "commit": env["commit"]} for name, of in measured[part].items()}
+    found["served"] = measured | {"environment": env, "layers": args.layers}
 
 
 def _planned(args: argparse.Namespace, found: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from benchmarks.measures import Row, rendered, shown
 from benchmarks.where.loads import LOADS
 from benchmarks.where.planned import AUTO, CHOICES, PAIRS, UNIFIED
-from benchmarks.where.served import KNOWING
+from benchmarks.where.served import KNOWING, TPOT, TTFT
 
 HEAD = """# Where to prefill
 
@@ -87,14 +87,13 @@ def _served(found: dict[str, Any]) -> str:
         "TTFT p50 and p90, ms.": ttft,
         "Conversations alone on the cluster: TTFT p50 by turn, and tokens of history that no cache gave.": turns,
     }
-    token_us, step_ms = 1e6 * found["alone"]["token_s"], 1e3 * found["alone"]["step_s"]
     about = (
         f"One prefill and one decode worker (NIXL), or two unified workers, a thread and a core each; {found['layers']} layers as wide as "
         f"Qwen3-0.6B's, random weights; short versions of the loads, choices in turns after a round that counts for none, each with its router "
-        f"alone. `{KNOWING}` has the objectives in headers, no other choice has. Alone a prompt token takes "
-        f"{token_us:.0f} us, a step {step_ms:.1f} ms. Others left {found['cores_left']:.1f} cores."
+        f"alone. Objectives: {TTFT} times the prompt's and {TPOT} times a step's time of a request alone; `{KNOWING}` has them in headers, no "
+        f"other choice has. Others left {found['cores_left']:.1f} cores."
     )
-    commits = {load["commit"] for load in found["loads"].values()} | {found["turns_commit"]}
+    commits = {part["commit"] for part in (*found["loads"].values(), *found["turns"].values())}
     return f"## Real processes\n\n{about}\n\n{rendered(tables)}\n\n{_stamp(found['environment'], commits)}"
 
 

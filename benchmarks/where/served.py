@@ -11,8 +11,8 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -22,7 +22,7 @@ import aiohttp
 import msgspec
 import psutil
 
-from benchmarks.cluster import ROOT, START_S, pin_tree, started
+from benchmarks.cluster import ROOT, START_S, answers, pin_tree, started
 from benchmarks.cpu_use import cpu_use
 from benchmarks.random_model import write_model
 from benchmarks.where.loads import SHORT, Load, headers_of, requests_of
@@ -129,22 +129,20 @@ class RouterProcess:
     url: str
     process: psutil.Process
 
-    @asynccontextmanager
-    async def running(self, http: aiohttp.ClientSession) -> AsyncIterator[str]:
+    @contextmanager
+    def running(self) -> Iterator[str]:
         """Its URL; the process is stopped before and after."""
         self.process.resume()
         try:
-            async with asyncio.timeout(START_S):
-                while not await self._is_healthy(http):
-                    await asyncio.sleep(0.05)
-            await asyncio.sleep(CATCH_UP_S)
+            deadline_s = time.monotonic() + START_S
+            while not answers(f"{self.url}/health", 200):
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError(f"{self.url} is not healthy after {START_S:g} s")
+                time.sleep(0.05)
+            time.sleep(CATCH_UP_S)
             yield self.url
         finally:
             self.process.suspend()
-
-    async def _is_healthy(self, http: aiohttp.ClientSession) -> bool:
-        async with http.get(f"{self.url}/health") as reply:
-            return reply.status == 200
 
 
 @contextmanager
@@ -248,11 +246,9 @@ async def _measure(
     tell: Callable[[str], object],
 ) -> dict[str, Any]:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as http:
-        async with routers["unified"].running(http) as url:
+        with routers["unified"].running() as url:
             alone = await _alone(url, http)
-        found: dict[str, Any] = {"alone": {"token_s": alone.token_s, "step_s": alone.step_s}, "loads": {}}
-        if talks:
-            found["turns"] = await _turns(routers, http, talks, tell)
+        found: dict[str, Any] = {"loads": {}, "turns": await _turns(routers, http, talks, tell) if talks else {}}
         for load in loads:
             _, some = requests_of(load, rate=1.0, traces=traces, count=count, fresh=True)
             rate, slo = alone.rate(some), alone.objectives(some)
@@ -261,7 +257,7 @@ async def _measure(
             for number in range(rounds + 1):
                 for choice in CHOICES if number % 2 == 0 else reversed(CHOICES):
                     tell(f"{load.name}, {choice}, round {number}")
-                    async with routers[choice].running(http) as url:
+                    with routers[choice].running() as url:
                         player = Player(url, f"{load.name} {choice} {number} {time.time()}", http)
                         player.headers = headers_of(slo) if choice == KNOWING else {}
                         played = await player.play(some, rate)
@@ -298,7 +294,7 @@ async def _turns(
     for talk in range(talks + 1):
         for name in names if talk % 2 == 0 else reversed(names):
             tell(f"turns, {name}, conversation {talk}")
-            async with routers[name].running(http) as url:
+            with routers[name].running() as url:
                 records = await _talk(Player(url, f"turns {talk} {time.time()}", http))
             if talk == 0:  # warms up
                 continue

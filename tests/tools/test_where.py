@@ -58,13 +58,11 @@ def test_a_search_and_its_page(tmp_path: Path) -> None:
     assert all(cell["rate"] > 0 for cell in cells.values()) and set(cells) < set(CHOICES)
     points = {name: json.loads(json.dumps(cells["pair"]["points"][0])) for name in SERVED}
     served = {
-        "alone": {"token_s": 1e-3, "step_s": 0.02},
-        "turns": {name: {"ttft_s": [0.3, 0.1, 0.1], "again": 15.0} for name in (*SERVED, WITHOUT_FETCH)},
+        "turns": {n: {"ttft_s": [0.3, 0.1, 0.1], "again": 15.0, "commit": "0"} for n in (*SERVED, WITHOUT_FETCH)},
         "loads": {"chat": {"rate": 2.0, "ttft_s": 1.0, "tpot_s": 0.05, "points": points, "commit": "0"}},
         "cores_left": 1.9,
         "layers": 2,
         "environment": ENVIRONMENT,
-        "turns_commit": ENVIRONMENT["commit"],
     }
     guess = next(one for one in LOADS if one.name == "bursts").guess
     for cell in cells.values():
